@@ -63,8 +63,7 @@ def stage_values(
     if const_expr(present is None):
         ptx.store_shared_f32(staging + slot * Uint32(4), value)
     else:
-        if present:
-            ptx.store_shared_f32(staging + slot * Uint32(4), value)
+        ptx.store_shared_f32_if(present, staging + slot * Uint32(4), value)
     ptx.sync_warp()
     return staging
 
@@ -91,7 +90,8 @@ def store_output(spec: cutlass.Constexpr[KernelSpec], base: Uint32, out: Int64, 
     """Store one GEMM2 tile as BF16. ``out``: address of the route's row; ``column``: the tile's first logical row."""
     rows = spec.split.tile2_rows
     staging = stage_values(spec, rows, base, warp, lane, value)
-    if lane < Uint32(8 if rows == 128 else 4):
-        v = ptx.load_shared_f32x4(staging + lane * Uint32(16))
-        at = out + Int64(column + chunk_row(spec, rows, warp, lane)) * Int64(2)
-        ptx.store_global_b32x2(at, ptx.bf16x2(v[0], v[1]), ptx.bf16x2(v[2], v[3]))
+    chunks = 8 if rows == 128 else 4
+    chunk = lane & Uint32(chunks - 1)
+    v = ptx.load_shared_f32x4(staging + chunk * Uint32(16))
+    at = out + Int64(column + chunk_row(spec, rows, warp, chunk)) * Int64(2)
+    ptx.store_global_b32x2_if(lane < Uint32(chunks), at, ptx.bf16x2(v[0], v[1]), ptx.bf16x2(v[2], v[3]))

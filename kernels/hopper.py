@@ -58,8 +58,7 @@ def gemm_tile(
             operand = ptx.wgmma_descriptor(base + Uint32(spec.shared.operand + group * GROUP_BYTES) + Uint32(b) * Uint32(GROUP_BYTES))
             fragment = ptx.wgmma_block(fragment, a, operand, Uint32(b))
             fragment = ptx.wgmma_wait(fragment)
-            if lane == Uint32(0):
-                ptx.mbarrier_arrive(barrier(spec, base, "empty", stage))
+            ptx.mbarrier_arrive_if(lane == Uint32(0), barrier(spec, base, "empty", stage))
             stage, parity = pipeline.next_stage(spec, stage, parity)
         at = Uint32(4 * group) + quad * Uint32(8)
         w, x = ptx.load_shared_f32x2(w_scale + at), ptx.load_shared_f32x2(x_scale + at)

@@ -1,5 +1,9 @@
 """PTX instructions as one-line functions, for use inside CuTe DSL kernels.
 
+Trap: LLVM unswitches loops on loop-invariant conditions. A loop that holds a warp-aligned instruction (wgmma, tcgen05.ld,
+bar.sync ...) and an ``if`` on the lane becomes two loops, one for each side of the ``if``, and the aligned instruction then
+runs divergently: a hang. Inside such loops lane conditions go into the instruction, as the ``*_if`` functions do.
+
 Shared-memory addresses are u32 (the ``.shared::cta`` window), global addresses are i64. Everything that touches memory or
 has an effect is ``side=True`` and clobbers memory, so that the compiler keeps its order; pure arithmetic is not.
 """
@@ -171,6 +175,10 @@ def store_shared_f32(address: Any, value: Any) -> None:
     asm("st.shared.f32 [$0], $1;", "r,f", [address, value])
 
 
+def store_shared_f32_if(condition: Any, address: Any, value: Any) -> None:
+    asm("@$0 st.shared.f32 [$1], $2;", "b,r,f", [condition, address, value])
+
+
 def store_shared_u32(address: Any, value: Any) -> None:
     asm("st.shared.b32 [$0], $1;", "r,r", [address, value])
 
@@ -202,8 +210,8 @@ def store_global_f32(address: Any, value: Any) -> None:
     asm("st.global.f32 [$0], $1;", "l,f", [address, value])
 
 
-def store_global_b32x2(address: Any, low: Any, high: Any) -> None:
-    asm("st.global.v2.b32 [$0], {$1, $2};", "l,r,r", [address, low, high])
+def store_global_b32x2_if(condition: Any, address: Any, low: Any, high: Any) -> None:
+    asm("@$0 st.global.v2.b32 [$1], {$2, $3};", "b,l,r,r", [condition, address, low, high])
 
 
 # ---- barriers and fences ----
@@ -220,6 +228,10 @@ def mbarrier_expect(barrier: Any, byte_count: int) -> None:
 
 def mbarrier_arrive(barrier: Any) -> None:
     asm("mbarrier.arrive.shared::cta.b64 _, [$0];", "r", [barrier])
+
+
+def mbarrier_arrive_if(condition: Any, barrier: Any) -> None:
+    asm("@$0 mbarrier.arrive.shared::cta.b64 _, [$1];", "b,r", [condition, barrier])
 
 
 def mbarrier_wait(barrier: Any, parity: Any, scope: str = "cta") -> None:
