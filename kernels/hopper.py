@@ -9,7 +9,7 @@ Warps 0-3 are the consumer warpgroup (quantise, MMA, epilogue), warp 4 is the pr
 | routed | producer lane 0, after the experts are in shared memory | consumer warps |
 | sums | one arrive.expect_tx in the prologue + every CTA's st.async bytes | consumer warps (cluster scope) |
 | named 0 | all threads: barriers are initialised, operands zeroed | |
-| named 1 | consumer warps: operand rows and scales are written and fenced | |
+| named 1 | consumer warps, three times: token rows and scales are written and fenced; GEMM1's MMAs have read the token rows, so hidden rows may overwrite them; hidden rows and scales are written and fenced | |
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint32, const_expr
+from cutlass import Float32, Int64, Uint32
 
 from megamoe_aot.shared_memory import GROUP_BYTES, STAGE_BYTES, scale_columns
 from megamoe_aot.spec import KernelSpec
@@ -124,6 +124,7 @@ def consumer_warps(
             ptx.cluster_wait()  # every CTA of the cluster has initialised its barriers: remote stores may land
         exchange.broadcast_sums(spec, base, part, pipeline.unit_tile(spec, cta, Uint32(unit)), warp, lane, value)
 
+    ptx.cta_barrier(CONSUMER_BARRIER, CONSUMER_THREADS)  # all four warps' MMAs are done with the token rows
     pipeline.store_route(spec, base, warp, lane, cta, token, rank, logits, ids, weights, scale)
     ptx.mbarrier_wait(barrier(spec, base, "sums"), Uint32(0), "cluster")  # also: nothing more arrives in this CTA
     quantise.quantise_hidden(spec, base, warp, lane, limit)

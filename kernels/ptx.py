@@ -319,7 +319,7 @@ def wgmma_block(accumulator: Sequence[Any], a: Any, b: Any, accumulate: Any) -> 
     """
     halves = len(accumulator) // 4
     registers = len(accumulator)
-    old, da, db = registers, 2 * registers, 2 * registers + 1
+    da, db = 2 * registers, 2 * registers + 1  # the tied inputs take the numbers before these
     text = f"{{ .reg .pred acc; .reg .b64 a, b; setp.ne.b32 acc, ${2 * registers + 2}, 0; wgmma.fence.sync.aligned; "
     for half in range(halves):
         d = ", ".join(f"${4 * half + i}" for i in range(4))
@@ -327,7 +327,6 @@ def wgmma_block(accumulator: Sequence[Any], a: Any, b: Any, accumulate: Any) -> 
             text += f"add.s64 a, ${da}, {512 * half + 2 * step}; add.s64 b, ${db}, {2 * step}; "
             text += f"{_WGMMA} {{{d}}}, a, b, {'acc' if step == 0 else '1'}, 1, 1; "
     text += "wgmma.commit_group.sync.aligned; }"
-    assert old == registers
     constraints = ",".join(["=f"] * registers + [str(i) for i in range(registers)] + ["l", "l", "r"])
     return asm(text, constraints, [*accumulator, a, b, accumulate], [Float32] * registers)
 

@@ -96,8 +96,8 @@ def clamped_swiglu(gate: Any, up: Any, limit: Any) -> Float32:
 def quantise_hidden(spec: cutlass.Constexpr[KernelSpec], base: Uint32, warp: Uint32, lane: Uint32, limit: Float32):
     """From the exchanged GEMM1 sums to the FP8 hidden vector: consumer warp ``warp`` makes blocks warp, warp + 4, ...
 
-    K parts are added in part order. The hidden blocks overwrite the token's rows: this CTA's GEMM1 MMAs are complete,
-    because the sums barrier counts the bytes that all its consumer warps sent after theirs.
+    K parts are added in part order. The hidden blocks overwrite the token's rows, so the caller has made sure that all of
+    this CTA's GEMM1 MMAs are complete.
     """
     split, shared = spec.split, spec.shared
     for i in cutlass.range_constexpr(-(-split.blocks2 // 4)):

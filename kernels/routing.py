@@ -56,10 +56,8 @@ def selection_keys(spec: KernelSpec, logits: list[Any], bias: list[Any]) -> list
     keys = []
     for j, logit in enumerate(logits):
         value = without_nan(logit)
-        if spec.scoring == "sigmoid_bias":
-            value = ptx.add(sigmoid(value), bias[j])
-        else:
-            value = ptx.add(value, Float32(0.0))  # -0.0 becomes +0.0: they compare equal, so the index must decide
+        # Softmax: -0.0 becomes +0.0, because they compare equal and the index must decide.
+        value = ptx.add(sigmoid(value), bias[j]) if spec.scoring == "sigmoid_bias" else ptx.add(value, Float32(0.0))
         word = ptx.bits(value)
         negative = Uint32(0) - (word >> Uint32(31))
         key = word ^ (negative | Uint32(0x80000000))

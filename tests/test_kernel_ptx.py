@@ -1,0 +1,200 @@
+"""The PTX of every cubin in artifacts/ is the kernel that the spec describes: counts, bytes, offsets and descriptors.
+
+Static: that it computes the right thing is shown on the H200 and by the emulator.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+
+import pytest
+
+from build_kernels import ARTIFACTS
+from kernels.build.constants import immediate, immediates, literal, shared_offsets
+from kernels.build.ptx import Entry, Statement, read_entry
+from kernels.build.sources import source_digest
+from megamoe_aot.manifest import Manifest
+from megamoe_aot.menu import menu_specs
+from megamoe_aot.shared_memory import STAGE_BYTES
+from megamoe_aot.spec import KernelSpec
+from megamoe_aot.tensor_memory import COLUMNS, TensorMemory
+
+CODES = list({spec.code: spec for _, spec in menu_specs()}.values())
+
+
+@functools.cache
+def manifest() -> Manifest:
+    built = Manifest.load(ARTIFACTS)
+    assert built.source_digest == source_digest(), "artifacts/ is older than the sources: run python build_kernels.py --all"
+    return built
+
+
+@functools.cache
+def ptx(spec: KernelSpec) -> Entry:
+    """The entry of the PTX from which the cubin of ``spec`` was assembled."""
+    sha = next(entry.cubin for entry in manifest().entries if entry.spec.code == spec.code)
+    return read_entry((ARTIFACTS / f"{sha}.ptx").read_text())
+
+
+def enclosing_loops(entry: Entry, site: Statement) -> list[Statement]:
+    """Backward branches whose body holds ``site``."""
+    return [s for s in entry.find("bra") if s.index > site.index >= entry.labels[s.operands[0]]]
+
+
+def executions(entry: Entry, site: Statement) -> int:
+    """How often ``site`` runs, found by stepping through the loops around it with the registers that are constants.
+
+    Registers that depend on anything else are unknown; a branch on an unknown is a spin loop's way out and is taken.
+    """
+    loops = enclosing_loops(entry, site)
+    if not loops:
+        return 1
+    start = min(entry.labels[s.operands[0]] for s in loops)
+    end = max(s.index for s in loops)
+    known: dict[str, int] = {}
+    for s in entry.statements[:start]:  # values at the loop's entry: its preheader is straight-line code
+        step(known, s)
+    count, index = 0, start
+    for _ in range(200_000):
+        s = entry.statements[index]
+        count += s is site
+        index += 1
+        if s.matches("bra"):
+            if taken(known, s):
+                index = entry.labels[s.operands[0]]
+            elif s.index == end:
+                return count
+        else:
+            step(known, s)
+        if not start <= index <= end:
+            return count
+    raise AssertionError(f"{site}: its loops do not end")
+
+
+def taken(known: dict[str, int], branch: Statement) -> bool:
+    if branch.guard is None:
+        return True
+    value = known.get(branch.guard.lstrip("!"))
+    return value is None or bool(value) != branch.guard.startswith("!")
+
+
+def step(known: dict[str, int], s: Statement) -> None:
+    """Track mov, not, add and setp on constants; anything else makes its result unknown."""
+    values = [known.get(o) if o.startswith("%") else literal(o) for o in s.sources]
+    result = None
+    if None not in values[:2]:
+        if s.matches("mov"):
+            result = values[0]
+        elif s.matches("not.pred"):
+            result = int(not values[0])
+        elif s.matches("add") and len(values) == 2:
+            result = (values[0] + values[1]) % 2**32
+        elif s.matches("setp.eq") or s.matches("setp.ne"):
+            result = int((values[0] % 2**32 == values[1] % 2**32) == s.matches("setp.eq"))
+    for register in s.written:
+        if result is None or s.guard is not None:
+            known.pop(register, None)
+        else:
+            known[register] = result
+
+
+@pytest.fixture(params=CODES, ids=lambda spec: spec.code_name)
+def spec(request: pytest.FixtureRequest) -> KernelSpec:
+    result: KernelSpec = request.param
+    return result
+
+
+def test_every_mbarrier_is_initialised_once_with_its_count(spec: KernelSpec) -> None:
+    wanted = {
+        spec.shared.barriers[name] + 8 * i: arrivals
+        for name, (number, arrivals) in spec.shared.barrier_counts.items()
+        for i in range(number)
+    }
+    found = Counter[tuple[int, int]]()
+    for init in ptx(spec).find("mbarrier.init"):
+        offsets = shared_offsets(ptx(spec), init.operands[0])
+        count = immediate(ptx(spec), init.operands[1])
+        assert offsets is not None and len(offsets) == 1 and count is not None
+        found[(next(iter(offsets)), count)] += 1
+    assert found == Counter(wanted.items())
+
+
+def test_expected_bytes(spec: KernelSpec) -> None:
+    """The sums barrier is armed with what the whole cluster sends; each stage with the bytes of its box."""
+    split, entry = spec.split, ptx(spec)
+    armed = [immediate(entry, s.operands[2]) for s in entry.find("mbarrier.arrive", "expect_tx")]
+    assert armed == [split.parts * split.tiles1 * 512, STAGE_BYTES, split.tile2_rows * 128]
+
+
+def test_weight_stream(spec: KernelSpec) -> None:
+    """Two TMA sites, run as often as the work split has stages."""
+    entry = ptx(spec)
+    loads = entry.find("cp.async.bulk.tensor", "3d")
+    assert [executions(entry, s) for s in loads] == [spec.split.stages1, spec.split.stages2]
+    assert all("L2::cache_hint" in s.parts for s in loads)
+    assert len(entry.find("cp")) == 2, "no other bulk copies"
+
+
+def test_exchange(spec: KernelSpec) -> None:
+    """32 lanes x 16 bytes x cluster/4 stores = a warp's 128 bytes to every CTA, once per unit."""
+    entry = ptx(spec)
+    sends = entry.find("st.async")
+    assert len(sends) == spec.cluster // 4
+    assert {executions(entry, s) for s in sends} == {spec.split.units}
+    sent_per_cta = 4 * sum(32 * 16 * executions(entry, s) for s in sends)
+    assert sent_per_cta == spec.split.units * 512 * spec.cluster
+    assert all(s.matches("st.async", "shared::cluster", "v4") for s in sends)
+
+
+def test_synchronisation(spec: KernelSpec) -> None:
+    entry = ptx(spec)
+    roles = 2 if spec.engine == "hopper" else 3
+    assert len(entry.find("barrier.cluster.arrive", "relaxed")) == len(entry.find("barrier.cluster.arrive")) == 1
+    assert len(entry.find("barrier.cluster.wait", "acquire")) == roles
+    assert len(entry.find("fence.mbarrier_init")) == 1
+    assert len(entry.find("griddepcontrol.wait")) == 1
+    assert not entry.find("griddepcontrol.launch_dependents")
+    assert len(entry.find("fence.proxy.async")) >= 2, "token rows and hidden rows; the compiler may duplicate a path"
+    assert len([s for s in entry.find("mbarrier.try_wait") if "cluster" in s.parts]) == 1, "only the sums come from other CTAs"
+    assert entry.block == (spec.block_threads, 1, 1) and entry.min_ctas == 2 and entry.shared_align == 1024
+
+
+@pytest.mark.parametrize("spec", [s for s in CODES if s.engine == "blackwell"], ids=lambda s: s.code_name)
+def test_tcgen05(spec: KernelSpec) -> None:
+    """Four k32 steps per stage; accumulators, instruction descriptors and operand descriptors as the maps say."""
+    entry, split, memory = ptx(spec), spec.split, TensorMemory.of(spec.split)
+    mmas = entry.find("tcgen05.mma", "kind::f8f6f4", "cta_group::1")
+    assert len(mmas) == len(entry.find("tcgen05.mma")) == 8
+    assert [executions(entry, s) for s in mmas] == [split.stages1] * 4 + [split.stages2] * 4
+    rows = [128] * 4 + [split.tile2_rows] * 4
+    expected = [(1 << 4) | (COLUMNS // 8 << 17) | (r // 16 << 24) for r in rows]  # FP32 += E4M3 x E4M3, K-major
+    assert [immediate(entry, s.operands[3]) for s in mmas] == expected
+
+    columns = [immediate(entry, s.operands[-1]) for s in entry.find("tcgen05.alloc") + entry.find("tcgen05.dealloc")]
+    assert columns == [memory.allocated] * 2
+    reads = entry.find("tcgen05.ld", "32x32b", "x16")
+    groups = [math.ceil(split.unit_blocks / COLUMNS), math.ceil(split.blocks2 / COLUMNS)]
+    assert len(reads) == sum(groups) == len(entry.find("tcgen05.ld"))
+    assert sum(executions(entry, s) for s in reads) == groups[0] * split.units + groups[1] * split.tiles2
+    commits = Counter(executions(entry, s) for s in entry.find("tcgen05.commit"))
+    assert commits == Counter([split.stages1, split.units, split.stages2, split.tiles2])
+
+    # Swizzle 128B (2 at bit 61), version 1 at bit 46, leading offset 1 at bit 16; A's stride 1024 is constant, B's is not.
+    fixed = (2 << 61) | (1 << 46) | (1 << 16)
+    words = {w % 2**64 for s in entry.find("or.b64") for w in immediates(entry, s.operands[2]) or ()}
+    assert words == {fixed, fixed | (1024 >> 4 << 32)}
+
+
+@pytest.mark.parametrize("spec", [s for s in CODES if s.engine == "hopper"], ids=lambda s: s.code_name)
+def test_wgmma(spec: KernelSpec) -> None:
+    """Four k32 steps per 64-row half; GEMM1's groups of eight columns are separate loops."""
+    entry, split = ptx(spec), spec.split
+    mmas = entry.find("wgmma.mma_async", "m64n8k32", "e4m3")
+    assert len(mmas) == len(entry.find("wgmma.mma_async"))
+    assert sum(executions(entry, s) for s in mmas) == 4 * (2 * split.stages1 + split.tile2_rows // 64 * split.stages2)
+    assert len(entry.find("wgmma.fence")) == len(entry.find("wgmma.commit_group")) == len(entry.find("wgmma.wait_group"))
+    fixed = (1 << 62) | (1024 >> 4 << 32) | (1 << 16)
+    words = {w % 2**64 for s in entry.find("or.b64") for w in immediates(entry, s.operands[2]) or ()}
+    assert words == {fixed}
