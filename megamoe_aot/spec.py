@@ -25,7 +25,7 @@ LOGITS_DTYPES = ("bf16", "fp32")
 ARCHS = ("sm_90a", "sm_100f")
 ENGINES = {"sm_90a": "hopper", "sm_100f": "blackwell"}
 
-LAUNCH_FIELDS = ("scale", "limit", "ue8m0", "w13_order")
+LAUNCH_FIELDS = ("tokens", "scale", "limit", "ue8m0", "w13_order")
 """Fields that are launch arguments: entries that differ only in these share one cubin."""
 
 
@@ -55,11 +55,11 @@ class KernelSpec:
     """Divide the chosen scores by their sum."""
     layout: str = "trtllm_gen"
     logits_dtype: str = "bf16"
-    tokens: int = 16
-    """Largest M that one launch serves; the actual M is a launch argument."""
     cluster: int = 16
     """CTAs that share one route."""
 
+    tokens: int = 16
+    """Largest M that the entry is tested for; the M of a launch is its grid."""
     scale: float = 1.0
     """Routed scaling factor, applied to ``weights`` inside the kernel, once."""
     limit: float | None = None
@@ -127,7 +127,8 @@ class KernelSpec:
     @property
     def code(self) -> KernelSpec:
         """This spec with its launch arguments set to their defaults: equal for entries that share one cubin."""
-        return dataclasses.replace(self, **{name: _DEFAULTS[name] for name in LAUNCH_FIELDS})
+        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in LAUNCH_FIELDS}
+        return dataclasses.replace(self, **defaults)
 
     @property
     def code_name(self) -> str:
@@ -158,6 +159,3 @@ class KernelSpec:
             return cls(**fields)
         except TypeError as error:
             raise SpecError(str(error)) from error
-
-
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(KernelSpec)}
