@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import DamagedArtifactError, ManifestError
-from .spec import KernelSpec, SpecError
+from .spec import KernelSpec
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
@@ -233,4 +233,4 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
     return _build(Entry, fields, spec=KernelSpec.from_dict(fields["spec"]))
 
 
-__all__ = ["CubinRecord", "Entry", "Manifest", "ParameterRecord", "SpecError", "artifacts_folder"]
+__all__ = ["CubinRecord", "Entry", "Manifest", "ParameterRecord", "artifacts_folder"]

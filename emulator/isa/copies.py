@@ -1,0 +1,348 @@
+"""Asynchronous copies: TMA tensor loads, bulk copies, st.async. Their data is read and written when they run, not when they are issued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import Cluster
+from ..config import SparseBuffer, TensorMap
+from ..decode import Decoder, Execute, opcode
+from ..mbarrier import Mbarrier
+from ..memory import POISON, Allocation, read_span
+from ..parser import Address, Instruction
+from ..scheduler import AsyncOp
+from ..warp import Fragment, Lanes, lanes_of
+from . import barriers
+from .common import TYPE_WIDTH
+
+Index = NDArray[np.int64]
+
+_SWIZZLE_MASK = {0: 0, 32: 1, 64: 3, 128: 7}
+"""Swizzle bytes -> which bits of the 128-byte row index enter the 16-byte chunk index."""
+
+
+def swizzle(address: Any, pattern: int) -> Any:
+    """Where a byte of a box goes: bits 4.. of the shared address are XORed with bits 7.. ."""
+    return address ^ (((address >> 7) & _SWIZZLE_MASK[pattern]) << 4)
+
+
+# ---- landing ----
+
+
+def issue(
+    fragment: Fragment, lane: Lanes, barrier: Mbarrier, flat: Index, produce: Any, counted: int, what: str, start: str
+) -> None:
+    """Submit a copy that writes ``produce()`` (uint8 [n]) to flat bytes ``flat`` [n] and completes ``counted`` bytes on the barrier."""
+    cluster = fragment.warp.cta.cluster
+    where = cluster.where()
+    step = cluster.scheduler.step
+    spots = np.unique(flat // cluster.program.granule)
+    if cluster.sanitizer:
+        cluster.sanitizer.barriers.used(barrier, fragment.warp.clock, lane, "asynchronous")
+        cluster.sanitizer.shared.tma_write(fragment.warp.clock, lane, spots, barrier.clock.local)
+
+    def land() -> None:
+        cluster.shared.data[flat] = produce()
+        if cluster.sanitizer:
+            cluster.sanitizer.shared.landed(spots, barrier.clock.local, barrier.phase + 1)
+        cluster.counts.bytes[what] += counted
+        cluster.timeline.add("load", barrier.cta, "load", step, cluster.scheduler.step, start)
+        barriers.expect(cluster, barrier, -counted)
+        barriers.complete(cluster, barrier)
+
+    cluster.scheduler.submit(AsyncOp(what, barrier.cta, where, land))
+
+
+def _destination(fragment: Fragment, address: int, size: int, align: int, what: str, check: str) -> tuple[int, int] | None:
+    """(rank, flat index) of a shared::cluster destination."""
+    shared = fragment.warp.cta.cluster.shared
+    ranks, offsets = shared.locate(np.array([address], np.uint32))
+    rank, offset = int(ranks[0]), int(offsets[0])
+    if problem := shared.problem(rank, offset, size, align):
+        fragment.warp.cta.cluster.report(check, f"{what}: {problem}")
+        return None
+    return rank, rank * shared.span + offset
+
+
+# ---- TMA ----
+
+
+def _tensor_names() -> list[str]:
+    head = "cp.async.bulk.tensor.{}d.{}.global{}.mbarrier::complete_tx::bytes{}"
+    return [
+        head.format(rank, space, tile, hint)
+        for rank in range(1, 6)
+        for space in ("shared::cluster", "shared::cta")
+        for tile in ("", ".tile")
+        for hint in ("", ".L2::cache_hint")
+    ]
+
+
+@opcode(*_tensor_names())
+def _tensor_load(decoder: Decoder, instruction: Instruction) -> Execute:
+    rank = int(instruction.opcode.split(".")[4][0])
+    destination, tensor, barrier, *hint = decoder.expect(4 if instruction.opcode.endswith("hint") else 3)
+    to, to_offset = decoder.address(destination, 32)
+    at, at_offset = decoder.address(barrier, 32)
+    if hint:
+        decoder.source(hint[0], 64)
+    if not isinstance(tensor, Address) or tensor.coordinates is None or tensor.offset:
+        decoder.fail("[map, {coordinates}] expected")
+    assert isinstance(tensor, Address) and tensor.coordinates is not None
+    map_address = decoder.source(tensor.base, 64)
+    coordinates = [decoder.source(item, 32) for item in decoder.vector(tensor.coordinates, rank)]
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        u, s = fragment.u, fragment.s
+        for lane in lanes.index:
+            _load_box(
+                fragment,
+                lanes_of(1 << int(lane)),
+                int(u[to][lane]) + to_offset,
+                int(u[at][lane]) + at_offset,
+                int(u[map_address][lane]),
+                [int(s[c][lane]) for c in coordinates],
+            )
+
+    return execute
+
+
+def _load_box(fragment: Fragment, lane: Lanes, to: int, at: int, map_address: int, coordinates: list[int]) -> None:
+    cluster = fragment.warp.cta.cluster
+    tensor, problem = cluster.parameters.tensor_map(map_address)
+    problems = [problem] if tensor is None else tensor.problems()
+    if tensor is not None and len(tensor.spec.dims) != len(coordinates):
+        problems.append(f"a rank-{len(coordinates)} load through a rank-{len(tensor.spec.dims)} map")
+    if problems or tensor is None:
+        cluster.report("E-TMA", "; ".join(problems))
+        return
+    allocation = cluster.memory.named(tensor.buffer)
+    if (allocation.address + tensor.offset) % 16:
+        cluster.report("E-TMA", f"the tensor's address in {tensor.buffer} is not 16-byte aligned")
+    size = int(np.prod(tensor.spec.box)) * tensor.element_bytes
+    align = {0: 128, 32: 256, 64: 512, 128: 1024}[tensor.swizzle]
+    destination = _destination(fragment, to, size, align, "destination of TMA", "E-TMA")
+    barrier = barriers.find(cluster, at, fragment.warp.cta.rank, True, "TMA")
+    if destination is None or barrier is None:
+        return
+    rank, flat = destination
+    if barrier.cta != rank or rank != fragment.warp.cta.rank:
+        cluster.report("E-TMA", f"CTA {fragment.warp.cta.rank} loads into CTA {rank} and completes on a barrier of CTA {barrier.cta}")
+    if cluster.sanitizer:
+        cluster.sanitizer.globals.bulk_read(fragment.warp.clock, lane, allocation)
+    offset = flat - rank * cluster.shared.span  # the swizzle works on the address, which is the offset up to rank bits
+    spots = rank * cluster.shared.span + swizzle(offset + np.arange(size), tensor.swizzle)
+    map_ = tensor
+
+    def produce() -> Any:
+        return read_box(cluster, map_, allocation, coordinates)
+
+    issue(fragment, lane, barrier, spots, produce, size, "TMA", cluster.label(offset - 0x400))
+
+
+def read_box(cluster: Cluster, tensor: TensorMap, allocation: Allocation, coordinates: list[int]) -> NDArray[np.uint8]:
+    """The box at ``coordinates``, innermost dimension first and dense; zeros outside the tensor."""
+    spec, unit = tensor.spec, tensor.element_bytes
+    row_bytes = spec.box[0] * unit
+    low, high = max(0, coordinates[0]), min(spec.dims[0], coordinates[0] + spec.box[0])
+    result = np.zeros((int(np.prod(spec.box[1:], dtype=np.int64)), row_bytes), np.uint8)
+    if low >= high:
+        return result.ravel()
+    starts, inside = np.zeros(1, np.int64), np.ones(1, bool)
+    for c, box, dim, stride in zip(coordinates[1:], spec.box[1:], spec.dims[1:], spec.strides, strict=True):
+        index = c + np.arange(box)
+        # the innermost of these dimensions varies fastest
+        starts = (index[:, None] * stride + starts[None, :]).ravel()
+        inside = (((index >= 0) & (index < dim))[:, None] & inside[None, :]).ravel()
+    starts = starts + tensor.offset + low * unit
+    width = (high - low) * unit
+    at = slice((low - coordinates[0]) * unit, (low - coordinates[0]) * unit + width)
+    rows = np.flatnonzero(inside)
+    _read_rows(cluster, allocation, starts[rows], width, result[:, at], rows)
+    return result.ravel()
+
+
+def _read_rows(cluster: Cluster, allocation: Allocation, starts: Index, width: int, into: Any, rows: Index) -> None:
+    buffer = allocation.buffer
+    outside = (starts < 0) | (starts + width > buffer.size)
+    if outside.any():
+        cluster.report("E-GLOBAL", f"the tensor map reaches outside buffer {buffer.name} (byte {int(starts[outside][0])})")
+        into[rows[outside]] = POISON
+        starts, rows = starts[~outside], rows[~outside]
+    if not isinstance(buffer.data, SparseBuffer):
+        into[rows] = buffer.data[starts[:, None] + np.arange(width)]
+        return
+    if len(starts) > 1 and (np.diff(starts) == width).all():
+        piece = read_span(buffer, int(starts[0]), width * len(starts))
+        if piece is not None:
+            into[rows] = piece.reshape(len(rows), width)
+            return
+    for row, start in zip(rows, starts, strict=True):
+        piece = read_span(buffer, int(start), width)
+        if piece is None:
+            cluster.report("E-GLOBAL", f"TMA reads a part of {buffer.name} that does not exist (byte {start})")
+            into[row] = POISON
+        else:
+            into[row] = piece
+
+
+@opcode("prefetch.tensormap")
+def _prefetch(decoder: Decoder, instruction: Instruction) -> Execute:
+    base, offset = decoder.address(decoder.expect(1)[0], 64)
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        cluster = fragment.warp.cta.cluster
+        tensor, problem = cluster.parameters.tensor_map(int(fragment.u[base][lanes.first]) + offset)
+        if tensor is None:
+            cluster.report("E-TMA", problem)
+
+    return execute
+
+
+# ---- bulk copies ----
+
+
+@opcode(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+    "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
+)
+def _bulk(decoder: Decoder, instruction: Instruction) -> Execute:
+    """Global memory to shared memory of the own CTA: 16-byte aligned, a multiple of 16 bytes."""
+    destination, source, size, barrier, *hint = decoder.expect(5 if instruction.opcode.endswith("hint") else 4)
+    to, to_offset = decoder.address(destination, 32)
+    origin, origin_offset = decoder.address(source, 64)
+    count = decoder.source(size, 32)
+    at, at_offset = decoder.address(barrier, 32)
+    if hint:
+        decoder.source(hint[0], 64)
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        cluster = fragment.warp.cta.cluster
+        u = fragment.u
+        for lane in lanes.index:
+            one = lanes_of(1 << int(lane))
+            byte_count, address = int(u[count][lane]), int(u[origin][lane]) + origin_offset
+            destination = _destination(fragment, int(u[to][lane]) + to_offset, byte_count, 16, "destination of a bulk copy", "E-SMEM")
+            found = barriers.find(cluster, int(u[at][lane]) + at_offset, fragment.warp.cta.rank, True, "bulk copy")
+            allocation = cluster.memory.find(address, byte_count)
+            if byte_count % 16 or address % 16 or allocation is None:
+                cluster.report("E-GLOBAL", f"bulk copy of {byte_count} bytes from {cluster.memory.describe(address)}")
+                continue
+            if destination is None or found is None:
+                continue
+            if cluster.sanitizer:
+                cluster.sanitizer.globals.bulk_read(fragment.warp.clock, one, allocation)
+            flat = destination[1] + np.arange(byte_count)
+            _issue_bulk(fragment, one, found, flat, allocation, address - allocation.address, byte_count)
+
+    return execute
+
+
+def _issue_bulk(
+    fragment: Fragment, lane: Lanes, barrier: Mbarrier, flat: Index, allocation: Allocation, offset: int, byte_count: int
+) -> None:
+    cluster = fragment.warp.cta.cluster
+
+    def produce() -> Any:
+        into = np.zeros((1, byte_count), np.uint8)
+        _read_rows(cluster, allocation, np.array([offset]), byte_count, into, np.array([0]))
+        return into[0]
+
+    issue(fragment, lane, barrier, flat, produce, byte_count, "bulk copy", cluster.label(int(flat[0]) % cluster.shared.span - 0x400))
+
+
+# ---- st.async ----
+
+
+def _st_async_names() -> list[str]:
+    vectors = {"": ("b32", "b64", "u32", "f32", "u64"), ".v2": ("b32", "b64", "u32", "f32", "u64"), ".v4": ("b32", "u32", "f32")}
+    head = "st.async{}.shared::cluster.mbarrier::complete_tx::bytes{}.{}"
+    return [head.format(weak, v, kind) for weak in ("", ".weak") for v, kinds in vectors.items() for kind in kinds]
+
+
+@opcode(*_st_async_names())
+def _st_async(decoder: Decoder, instruction: Instruction) -> Execute:
+    """Store to a CTA of the cluster; the bytes complete on an mbarrier of the same CTA."""
+    parts = instruction.opcode.split(".")
+    width, elements = TYPE_WIDTH[parts[-1]], int(parts[-2][1:]) if parts[-2] in ("v2", "v4") else 1
+    destination, value, barrier = decoder.expect(3)
+    to, to_offset = decoder.address(destination, 32)
+    at, at_offset = decoder.address(barrier, 32)
+    sources = [decoder.source(item, width) for item in decoder.vector(value, elements)]
+    size = width // 8 * elements
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        warp = fragment.warp
+        cluster = warp.cta.cluster
+        u = fragment.u
+        targets, objects = u[to] + np.uint32(to_offset), u[at] + np.uint32(at_offset)
+        ranks, offsets = cluster.shared.locate(targets)
+        values = np.stack([u[s] for s in sources], axis=1).view(np.uint8)
+        payload = cluster.sanitizer.st_async_payload(warp, lanes) if cluster.sanitizer else None
+        keys = ranks << 32 | objects.astype(np.int64)
+        for key in dict.fromkeys(keys[lanes.index].tolist()):  # one operation per destination CTA and barrier
+            group = lanes_of(int(np.bitwise_or.reduce(np.int64(1) << lanes.index[keys[lanes.index] == key])))
+            _send(fragment, group, int(ranks[group.first]), offsets, int(objects[group.first]), values, size, payload)
+
+    return execute
+
+
+def _send(
+    fragment: Fragment, lanes: Lanes, rank: int, offsets: Index, address: int, values: Any, size: int, payload: Any
+) -> None:
+    warp = fragment.warp
+    cluster = warp.cta.cluster
+    mine = offsets[lanes.index]
+    for offset in mine:
+        if problem := cluster.shared.problem(rank, int(offset), size, size):
+            cluster.report("E-SMEM", f"st.async: {problem}")
+            return
+    if cluster.sanitizer:
+        cluster.sanitizer.remote_access(warp.clock, lanes, np.array([rank]))
+    barrier = barriers.find(cluster, address, warp.cta.rank, True, "st.async")
+    if not cluster.ctas[rank].alive:
+        cluster.report("E-DSMEM-LIFE", f"st.async to CTA {rank}, which has exited")
+        return
+    if barrier is None:
+        return
+    if barrier.cta != rank:
+        cluster.report("E-SMEM", f"st.async to CTA {rank} with a barrier of CTA {barrier.cta}")
+        return
+    remote = rank != warp.cta.rank
+    flat = rank * cluster.shared.span + mine
+    data = values[lanes.index].copy()
+    counted = size * lanes.count
+    component = 0
+    spots, by = barriers_granules(cluster, flat, size, lanes)
+    if cluster.sanitizer:
+        component = barrier.clock.remote if remote else barrier.clock.local
+        cluster.sanitizer.barriers.used(barrier, warp.clock, lanes, "remote")
+        cluster.sanitizer.shared.remote_write(warp.clock, lanes, spots, by, component, remote)
+    step, name = cluster.scheduler.step, f"CTA {warp.cta.rank} warp {warp.index}"
+
+    def land() -> None:
+        if not cluster.ctas[rank].alive:
+            cluster.report("E-DSMEM-LIFE", f"st.async from CTA {warp.cta.rank} lands in CTA {rank}, which has exited")
+            return
+        cluster.shared.data[flat[:, None] + np.arange(size)] = data
+        cluster.counts.bytes["st.async"] += counted
+        cluster.timeline.add("exchange", rank, "exchange", step, cluster.scheduler.step, name)
+        if cluster.sanitizer:
+            cluster.sanitizer.shared.landed(spots, component, barrier.phase + 1)
+            cluster.sanitizer.delivered(barrier, payload)
+            if remote:
+                barrier.clock.remote_landed = barrier.phase + 1
+        barriers.expect(cluster, barrier, -counted)
+        barriers.complete(cluster, barrier)
+
+    cluster.scheduler.submit(AsyncOp("st.async", rank, cluster.where(), land))
+
+
+def barriers_granules(cluster: Cluster, flat: Index, size: int, lanes: Lanes) -> tuple[Index, Index]:
+    from .loads import granules
+
+    return granules(cluster, flat, size, lanes.index)

@@ -1,0 +1,241 @@
+"""Hopper's warpgroup MMA, m64nNk32 e4m3: each warp of the group computes its own 16 rows, asynchronously and in order.
+
+PTX leaves the timing between the four warps open, so each runs on its own: only barriers of the kernel tie them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from .. import mma
+from ..cluster import Cluster
+from ..decode import Decoder, Execute, Signal, opcode
+from ..parser import Instruction, PtxError
+from ..scheduler import AsyncOp
+from ..warp import FULL, Fragment, Lanes, RegisterWait, Warp
+from .warp import whole_warp
+
+ROWS = 16
+"""Rows of D that one warp holds."""
+
+
+@dataclasses.dataclass
+class WarpgroupState:
+    """What one warp has in flight."""
+
+    issued: int = 0
+    """MMAs issued; their numbers start at 1."""
+    done: int = 0
+    """MMAs executed (in order)."""
+    groups: list[int] = dataclasses.field(default_factory=list)
+    """For each committed group not yet waited for, the number of its last MMA."""
+    queue: list[Any] = dataclasses.field(default_factory=list)
+    """MMAs that wait for their predecessor, as functions."""
+    unfenced: set[int] = dataclasses.field(default_factory=set)
+    """Accumulator registers that ordinary instructions wrote since the last wgmma.fence."""
+    waiting: Fragment | None = None
+    """Fragment in wait_group, and the number of the MMA it waits for."""
+    wanted: int = 0
+    log: list[tuple[int, int, int, bool]] = dataclasses.field(default_factory=list)
+    """(instruction, descriptors, scale-d) of every MMA: all warps of the group must agree."""
+
+
+def state_of(warp: Warp) -> WarpgroupState:
+    if not hasattr(warp, "wgmma"):
+        warp.wgmma = WarpgroupState()  # type: ignore[attr-defined]
+    state: WarpgroupState = warp.wgmma  # type: ignore[attr-defined]
+    return state
+
+
+def _names() -> list[str]:
+    return [f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3" for n in range(8, 257, 8)]
+
+
+@opcode(*_names())
+def _mma(decoder: Decoder, instruction: Instruction) -> Execute:
+    n = int(instruction.opcode.split(".")[4].split("n")[1].split("k")[0])
+    d, a, b, scale_d, scale_a, scale_b = decoder.expect(6)
+    registers = [decoder.late_result(item, 32) for item in decoder.vector(d, n // 2)]
+    left, right, accumulate = decoder.source(a, 64), decoder.source(b, 64), decoder.source(scale_d, 1)
+    if decoder.literal(scale_a) != 1 or decoder.literal(scale_b) != 1:
+        decoder.fail("only scale-a = scale-b = 1 is supported")
+    here = decoder.here
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        warp = fragment.warp
+        cluster = warp.cta.cluster
+        whole_warp(fragment, lanes)
+        u = fragment.u
+        words = int(u[left][lanes.first]), int(u[right][lanes.first])
+        adds = bool(u[accumulate][lanes.first])
+        for index, word in ((left, words[0]), (right, words[1])):
+            if (u[index][lanes.index] != np.uint64(word)).any():
+                cluster.report("E-WGMMA", "the lanes of the warp have different descriptors")
+        state = state_of(warp)
+        _agree(warp, state, (here, *words, adds))
+        _check_registers(cluster, warp, state, registers, adds, lanes)
+        try:
+            operands = mma.wgmma_operand(words[0]), mma.wgmma_operand(words[1])
+        except mma.DescriptorError as error:
+            cluster.report("E-DESC", str(error))
+            return
+        _issue(fragment, lanes, state, registers, operands, n, adds)
+
+    return execute
+
+
+def _agree(warp: Warp, state: WarpgroupState, entry: tuple[int, int, int, bool]) -> None:
+    """The k-th MMA must be the same in all warps of the warpgroup."""
+    first = warp.index // 4 * 4
+    group = warp.cta.warps[first : first + 4]
+    if len(group) < 4:
+        warp.cta.cluster.report("E-WGMMA", "wgmma in an incomplete warpgroup")
+    number = len(state.log)
+    state.log.append(entry)
+    for other in group:
+        log = state_of(other).log
+        if len(log) > number and log[number] != entry:
+            warp.cta.cluster.report("E-WGMMA", f"warps {warp.index} and {other.index} of a warpgroup issue different MMAs")
+
+
+def _check_registers(
+    cluster: Cluster, warp: Warp, state: WarpgroupState, registers: list[int], adds: bool, lanes: Lanes
+) -> None:
+    if adds and any(lanes.bits & ~warp.defined[r] for r in registers if r not in warp.held):
+        cluster.report("E-UNINIT", "the MMA accumulates onto registers that nobody wrote")
+    if state.unfenced.intersection(registers):
+        cluster.report("E-WGMMA", "accumulator registers were written since the last wgmma.fence")
+    for register in registers:
+        warp.held[register] = RegisterWait("an MMA", "E-WGMMA", FULL)
+        warp.defined[register] |= lanes.bits
+
+
+def _issue(
+    fragment: Fragment, lanes: Lanes, state: WarpgroupState, registers: list[int], operands: tuple[mma.Operand, mma.Operand], n: int, adds: bool
+) -> None:
+    warp = fragment.warp
+    cluster, rank = warp.cta.cluster, warp.cta.rank
+    base = rank * cluster.shared.span
+    rows = warp.index % 4 * ROWS
+    chunks = mma.operand_chunks(operands[0], rows, ROWS), mma.operand_chunks(operands[1], 0, n)
+    if any(c.max() + 16 > cluster.shared.end or c.min() < 0x400 for c in chunks):
+        cluster.report("E-DESC", "an operand reaches outside this CTA's shared memory")
+        return
+    state.issued += 1
+    number = state.issued
+    if cluster.sanitizer:
+        for part in chunks:
+            cluster.sanitizer.shared.mma_read_operand(warp.clock, lanes, chunk_granules(cluster, base, part), number)
+    model = cluster.arithmetic.wgmma
+    step = cluster.scheduler.step
+    name = cluster.label(int(chunks[0].min()) // 1024 * 1024 - 0x400)
+
+    def run() -> None:
+        a, b = (mma.gather(cluster.chunks, part + base) for part in chunks)
+        old = _fragment_to_tile(warp, registers) if adds else None
+        _tile_to_fragment(warp, registers, mma.dot(a, b, old, model))
+        state.done = number
+        cluster.counts.mmas += 1
+        cluster.timeline.add("mma", rank, f"mma {warp.index}", step, cluster.scheduler.step, name)
+        _advance(cluster, warp, state)
+
+    state.queue.append(AsyncOp("wgmma", rank, cluster.where(), run))
+    if len(state.queue) == 1:
+        cluster.scheduler.submit(state.queue[0])
+
+
+def _advance(cluster: Cluster, warp: Warp, state: WarpgroupState) -> None:
+    """The oldest MMA is done: start the next one, and wake the warp if it waited for this one."""
+    state.queue.pop(0)
+    if state.queue:
+        cluster.scheduler.submit(state.queue[0])
+    if state.waiting is not None and state.done >= state.wanted:
+        fragment, state.waiting = state.waiting, None
+        cluster.scheduler.wake(fragment)
+
+
+def chunk_granules(cluster: Cluster, base: int, chunks: Any) -> Any:
+    """Granules of 16-byte chunks at offsets of one CTA."""
+    granule = cluster.program.granule
+    return ((chunks.ravel()[:, None] + base) // granule + np.arange(16 // granule)).ravel()
+
+
+_LANE = np.arange(32)
+
+
+def _positions(count: int) -> list[tuple[Any, Any]]:
+    """Row (of 16) and column of register r = v0 + 2 v1 + 4 v2 in each lane."""
+    return [(_LANE // 4 + 8 * (r >> 1 & 1), 2 * (_LANE % 4) + (r & 1) + 8 * (r >> 2)) for r in range(count)]
+
+
+def _fragment_to_tile(warp: Warp, registers: list[int]) -> Any:
+    tile = np.empty((ROWS, 2 * len(registers)), np.float32)
+    for register, (row, column) in zip(registers, _positions(len(registers)), strict=True):
+        tile[row, column] = warp.f[register]
+    return tile
+
+
+def _tile_to_fragment(warp: Warp, registers: list[int], tile: Any) -> None:
+    for register, (row, column) in zip(registers, _positions(len(registers)), strict=True):
+        warp.u[register][:] = tile[row, column].view(np.uint32)
+
+
+@opcode("wgmma.fence.sync.aligned")
+def _fence(decoder: Decoder, instruction: Instruction) -> Execute:
+    decoder.expect(0)
+    _watch_accumulators(decoder)
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        whole_warp(fragment, lanes)
+        state_of(fragment.warp).unfenced.clear()
+
+    return execute
+
+
+@opcode("wgmma.commit_group.sync.aligned")
+def _commit(decoder: Decoder, instruction: Instruction) -> Execute:
+    decoder.expect(0)
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        whole_warp(fragment, lanes)
+        state = state_of(fragment.warp)
+        state.groups.append(state.issued)
+
+    return execute
+
+
+@opcode("wgmma.wait_group.sync.aligned")
+def _wait(decoder: Decoder, instruction: Instruction) -> Execute:
+    """All but the newest N groups are complete; includes the proxy fence from async to generic."""
+    newest = decoder.literal(decoder.expect(1)[0])
+
+    def execute(fragment: Fragment, lanes: Lanes) -> Signal | None:
+        warp = fragment.warp
+        cluster = warp.cta.cluster
+        whole_warp(fragment, lanes)
+        state = state_of(warp)
+        old = state.groups[: max(0, len(state.groups) - newest)]
+        if old and state.done < old[-1]:
+            state.waiting, state.wanted = fragment, old[-1]
+            cluster.scheduler.park(fragment, "wgmma", lambda: f"waits for MMA {state.wanted} of this warp")
+            return Signal.RETRY
+        if old:
+            del state.groups[: len(old)]
+            if warp.clock and cluster.sanitizer:
+                warp.clock.learn(lanes, cluster.sanitizer.clocks.queue(warp.cta.rank, warp.index), old[-1])
+            if not state.groups and state.done == state.issued:
+                for register in [r for r, wait in warp.held.items() if wait.check == "E-WGMMA"]:
+                    del warp.held[register]
+        return None
+
+    return execute
+
+
+def _watch_accumulators(decoder: Decoder) -> None:
+    """Nothing to do at decode time; see ``note_write``."""
+
+
+__all__ = ["PtxError", "WarpgroupState", "chunk_granules", "state_of"]

@@ -1,0 +1,117 @@
+"""The sanitizer: happens-before over all memories, initialisation, and the rules of barriers, TMEM and PDL.
+
+Execution calls the hooks below; they never change what the kernel computes. The ids are in ``emulator.findings``. What it
+assumes where PTX is silent:
+
+* A commit's arrival releases what the issuing thread had *acquired* when it committed (not its own ordinary accesses) and
+  the completion of its MMAs.
+* The completion of TMA bytes releases those bytes only; that of st.async the bytes and what ``Checks.st_async_releases`` says.
+* Data of st.async is written by the generic proxy.
+* wgmma of each warp reads its own 16 rows of A and all of B, and completes for each warp on its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..mbarrier import Mbarrier
+from ..memory import SHARED_START
+from ..warp import Lanes, Warp
+from .barriers import BarrierChecks, BarrierClock
+from .clocks import MEMORY, ORDER, Clocks, Views, WarpClock
+from .globals import GlobalShadow
+from .shared import SharedShadow
+from .tensor import TensorShadow
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+
+__all__ = ["BarrierClock", "Sanitizer", "WarpClock"]
+
+
+class Sanitizer:
+    """All checks of one cluster."""
+
+    def __init__(self, cluster: Cluster, warps: int, granule: int) -> None:
+        self.cluster = cluster
+        self.report = cluster.report
+        ctas = cluster.launch.ctas
+        self.span = cluster.shared.span
+        self.clocks = Clocks(ctas, warps)
+        self.shared = SharedShadow(self.clocks, self, len(cluster.shared.data), granule)
+        self.tensor = [TensorShadow(self.clocks, self, cta) for cta in range(ctas)]
+        self.globals = GlobalShadow(self.clocks, self)
+        self.barriers = BarrierChecks(self.clocks, self)
+        self._gone: dict[int, Views] = {}
+        """Per CTA, what its exited threads knew."""
+
+    def start(self, warp: Warp) -> WarpClock:
+        """A warp begins."""
+        clock = WarpClock(self.clocks, warp.cta.rank, warp.index, warp.live)
+        clock.learn(clock.groups[0].lanes, self.clocks.started(warp.cta.rank), 1, ORDER)
+        return clock
+
+    def place(self, flat: int) -> str:
+        """A byte of shared memory, for messages."""
+        cta, offset = divmod(flat, self.span)
+        return f"{self.cluster.label(offset - SHARED_START)} of CTA {cta}"
+
+    # ---- lifetime of CTAs ----
+
+    def remote_access(self, clock: WarpClock, lanes: Lanes, ranks: NDArray[np.int64]) -> None:
+        """Shared memory of other CTAs may be touched once they are known to run."""
+        for rank in np.unique(ranks):
+            if rank == clock.cta:
+                continue
+            for group in clock.groups_of(lanes):
+                if not group.views[ORDER, self.clocks.started(int(rank))]:
+                    self.report("E-DSMEM-LIFE", f"access to shared memory of CTA {rank}, which is not known to have started")
+                    break
+
+    def exited(self, warp: Warp, lanes: Lanes) -> None:
+        """Threads end."""
+        assert warp.clock is not None
+        known = self._gone.setdefault(warp.cta.rank, self.clocks.empty())
+        warp.clock.release(lanes, known)
+
+    def cta_exited(self, cta: int, barriers: list[Mbarrier]) -> None:
+        """Whatever arrived from other CTAs must have been waited for by somebody: else it might have arrived after the exit."""
+        known = self._gone.get(cta)
+        for barrier in barriers:
+            state: BarrierClock = barrier.clock
+            if known is not None and state.remote_landed > known[ORDER, state.remote]:
+                text = f"CTA {cta} exits although nobody waited for what other CTAs send to {barrier.name}: it may arrive in a dead CTA"
+                self.report("E-DSMEM-LIFE", text)
+
+    # ---- what asynchronous operations carry ----
+
+    def snapshot(self, warp: Warp, lanes: Lanes) -> Views:
+        """What the issuing lanes have acquired: released by the commit that they issue now."""
+        assert warp.clock is not None
+        known = self.clocks.empty()
+        for group in warp.clock.groups_of(lanes):
+            np.maximum(known, group.views, out=known)
+        return known
+
+    def st_async_payload(self, warp: Warp, lanes: Lanes) -> Views | None:
+        """What a st.async releases beside its bytes."""
+        assert warp.clock is not None
+        mode = self.cluster.checks.st_async_releases
+        if mode == "data":
+            return None
+        known = self.snapshot(warp, lanes)
+        if mode == "all":
+            warp.clock.release(lanes, known)
+            return known
+        reads = self.clocks.empty()
+        reads[MEMORY, self.clocks.queues()] = known[MEMORY, self.clocks.queues()]
+        return reads
+
+    def delivered(self, barrier: Mbarrier, payload: Views | None) -> None:
+        """An asynchronous completion reaches a barrier."""
+        if payload is not None:
+            state: BarrierClock = barrier.clock
+            np.maximum(state.arriving, payload, out=state.arriving)

@@ -1,0 +1,256 @@
+"""A second opinion on synchronisation and races: the static verifier ``sentryward`` on the PTX of the Blackwell artifacts.
+
+    python -m verification.static [--entry SUBSTRING] [--timeout SECONDS] [--json FILE]
+
+It executes one launch symbolically, every thread of it, and decides whether barriers, mbarrier phases and byte counts fit in
+every schedule (``synchronization``) and whether all conflicting accesses are ordered (``memory``). It does not see fences and
+proxies, wgmma, or a CTA that exits while remote stores are on their way to it: the emulator's sanitizer covers those.
+
+The PTX is not given to it as it is. :func:`normalise` makes three changes and refuses whatever does not fit them exactly; two
+keep the meaning, one narrows the claim to one choice of expert, and the verdict then holds for that choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import math
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megamoe_aot import abi, tensor_map
+from megamoe_aot.manifest import Manifest
+from megamoe_aot.spec import KernelSpec
+
+from .census import read_ptx
+
+EXPERT = 5
+"""The expert that every entry of the routing table is taken to be."""
+NO_LIMIT = 3.4028234663852886e38
+"""The verifier wants finite launch arguments; the clamp's value does not matter to it."""
+MEMORY_MIB = 12_000
+
+_BARRIER = "\t// begin inline asm\n\tbar.warp.sync 0xffffffff;\n\t// end inline asm\n"
+_STRAIGHT = r"(?:(?!\$L|\bbar\.|\bbarrier\.|\bbra\b|\bret\b|\bexit\b).)*?"
+_SPLIT_BARRIER = re.compile(
+    rf"(?P<branch>\t@(?P<guard>!?%p\d+) bra \t(?P<other>\$L\w+);\n)(?P<one>{_STRAIGHT}){re.escape(_BARRIER)}(?P<after>{_STRAIGHT})"
+    rf"\tbra\.uni \t(?P<join>\$L\w+);\n(?P=other):\n(?P<two>{_STRAIGHT}){re.escape(_BARRIER)}(?P=join):\n",
+    re.DOTALL,
+)
+
+
+class NormaliseError(ValueError):
+    """The PTX does not have the form that a change needs; nothing may be changed on a guess."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the verifier said of one launch. ``result`` is its own word, such as race_free or not_wellsynced."""
+
+    name: str
+    result: str
+    synchronization: str
+    memory: str
+    seconds: float
+    findings: tuple[str, ...] = ()
+    """Its diagnostics and races, in its own words."""
+
+    @property
+    def passed(self) -> bool:
+        """Everything that it was asked is proved."""
+        return self.result == "race_free" and self.synchronization == self.memory == "passed"
+
+
+def normalise(ptx: str, spec: KernelSpec) -> str:
+    """The text that the verifier gets. Raises NormaliseError."""
+    return fix_expert(join_warp_barriers(name_tensor_maps(ptx)), spec)
+
+
+def name_tensor_maps(ptx: str) -> str:
+    """Meaning kept: a TMA load names its tensor map parameter instead of a register that holds the parameter's address.
+
+    The verifier does not follow a map's address through a register into a loop.
+    """
+    for register, source in re.findall(r"cvta\.param\.u64\s+(%rd\d+), (%rd\d+);", ptx):
+        symbols = re.findall(rf"mov\.b64\s+{source}, (\w+_param_\d+);", ptx)
+        writes = re.findall(rf"^\s+[\w.:]+\s+{register},", ptx, re.MULTILINE)
+        if len(symbols) != 1 or len(writes) != 1:
+            raise NormaliseError(f"{register} does not hold the address of exactly one parameter: {symbols}, {len(writes)} writes")
+        ptx = re.sub(rf"(cp\.async\.bulk\.tensor\S* \[%r\d+\], \[){register}(, \{{)", rf"\g<1>{symbols[0]}\2", ptx)
+    if loose := re.search(r"cp\.async\.bulk\.tensor\S* \[%r\d+\], \[(%rd\d+), ", ptx):
+        raise NormaliseError(f"the tensor map in {loose[1]} is no kernel parameter")
+    return ptx
+
+
+def join_warp_barriers(ptx: str) -> str:
+    """Meaning kept: undo LLVM's tail duplication of a bar.warp.sync behind a branch on the lane.
+
+    ``if (p) {one; bar; after} else {two; bar}`` becomes ``if (p) one else two; bar; if (p) after``. PTX lets lanes of a warp
+    meet in two bar.warp.sync instructions, the verifier wants one.
+    """
+    number = 0
+
+    def joined(match: re.Match[str]) -> str:
+        nonlocal number
+        number += 1
+        guard = match["guard"]
+        if re.search(rf"{re.escape(guard.lstrip('!'))}\b", match["one"] + match["two"]):
+            raise NormaliseError(f"{guard} is used between its branch and the barrier, it may have changed")
+        return (
+            f"{match['branch']}{match['one']}\tbra \t$MEET_{number};\n{match['other']}:\n{match['two']}$MEET_{number}:\n"
+            f"{_BARRIER}\t@{guard} bra \t{match['join']};\n{match['after']}{match['join']}:\n"
+        )
+
+    return _SPLIT_BARRIER.sub(joined, ptx)
+
+
+def fix_expert(ptx: str, spec: KernelSpec) -> str:
+    """Claim narrowed: what is loaded from the routing table in shared memory is replaced by the constant EXPERT.
+
+    The load itself stays. The expert only enters addresses of the scales and of one logit, which are read only, but the
+    verifier has no value for a top-k and then cannot tell these reads from the output's writes.
+    """
+    loads = 0
+    for address in re.findall(rf"add\.s32\s+(%r\d+), %r\d+, {spec.shared.ids};", ptx):
+        ptx, here = re.subn(
+            rf"ld\.shared\.b32 (%r\d+), \[{address}\];",
+            rf"{{ .reg .b32 table; ld.shared.b32 table, [{address}]; mov.b32 \1, {EXPERT}; }}",
+            ptx,
+        )
+        loads += here
+    if loads != 2:
+        raise NormaliseError(f"found {loads} loads from the routing table at offset {spec.shared.ids}, expected 2")
+    return ptx
+
+
+def launch_input(spec: KernelSpec, symbol: str, tokens: int = 1, routes: int | None = None) -> dict[str, Any]:
+    """The verifier's description of one launch. ``routes``: clusters in the grid, None for all of the ``tokens`` tokens."""
+    declarations: list[dict[str, Any]] = []
+    arguments: list[dict[str, Any]] = []
+    values = {"scale": spec.scale, "limit": NO_LIMIT if spec.limit is None else spec.limit, "flags": 0}
+    maps = {"w13_map": tensor_map.w13_map(spec), "w2_map": tensor_map.w2_map(spec)}
+    descriptors = []
+    for index, parameter in enumerate(abi.PARAMETERS):
+        if parameter.kind == "pointer":
+            declarations.append({"parameter": index, "type": "pointer", "space": "global", "object": parameter.name})
+        elif parameter.kind == "tensor_map":
+            weights = parameter.name.removesuffix("_map")
+            declarations.append({"parameter": index, "type": "tensor_map", "object": weights})
+            description = maps[parameter.name]
+            descriptors.append(
+                {
+                    "parameter": index,
+                    "object": weights,
+                    "element_type": "u8",
+                    "rank": 3,
+                    "base_byte_offset": 0,
+                    "global_shape": list(description.dims),
+                    "global_strides_bytes": list(description.strides),
+                    "box_shape": list(description.box),
+                    "element_strides": [1, 1, 1],
+                    "swizzle": "128B",
+                    "interleave": "none",
+                    "oob_fill": "zero",
+                }
+            )
+        else:
+            arguments.append({"parameter": index, "type": parameter.kind, "value": values[parameter.name]})
+    grid = spec.grid(tokens) if routes is None else routes * spec.cluster
+    return {
+        "schema": "spverify.kernel-input/v1",
+        "entry": symbol,
+        "launch": {
+            "grid_dim": [grid, 1, 1],
+            "block_dim": [spec.block_threads, 1, 1],
+            "cluster_dim": [spec.cluster, 1, 1],
+            "dynamic_shared_bytes": spec.shared.total,
+        },
+        "declarations": declarations,
+        "arguments": arguments,
+        "tma_descriptors": descriptors,
+    }
+
+
+def verify(name: str, ptx: str, description: dict[str, Any], timeout: float) -> Verdict:
+    """Run the verifier on normalised PTX. A timeout is a verdict too: result ``timeout``, with what was reached by then.
+
+    Raises ModuleNotFoundError where sentryward is not installed.
+    """
+    import sentryward
+
+    if not math.isfinite(timeout) or timeout <= 0:
+        raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="megamoe_static_") as folder:
+        text, launch = Path(folder) / "kernel.ptx", Path(folder) / "launch.json"
+        text.write_text(ptx)
+        launch.write_text(json.dumps(description))
+        report = sentryward.verify(text, input=launch, timeout_seconds=timeout, memory_limit_mib=MEMORY_MIB)
+    checks = report["checks"]
+    return Verdict(name, report["result"], checks["synchronization"], checks["memory"], time.monotonic() - started, _findings(report))
+
+
+def _findings(report: dict[str, Any]) -> tuple[str, ...]:
+    """Each distinct diagnostic once, with its first PTX line where it has one."""
+    found = {}
+    for item in [*report.get("diagnostics", []), *report.get("races", []), *report.get("warnings", [])]:
+        details = item.get("details", {}) if isinstance(item, dict) else {}
+        line = details.get("ptx_line") or details.get("location", {}).get("line") if isinstance(details, dict) else None
+        text = f"{item.get('code', 'race')}: {item.get('message', '')}".rstrip(": ")
+        found.setdefault(text, f"{text} (line {line} of the normalised PTX)" if line else text)
+    return tuple(found.values())
+
+
+def verify_artifact(manifest: Manifest, sha256: str, timeout: float, routes: int = 1) -> Verdict:
+    """Verdict on ``routes`` clusters of one artifact's launch."""
+    record = manifest.cubins[sha256]
+    spec = next(entry.spec for entry in manifest.entries if entry.cubin == sha256)
+    if spec.engine == "hopper":
+        return Verdict(record.code, "not asked", "-", "-", 0.0, ("sentryward has no semantics for wgmma",))
+    ptx = normalise(read_ptx(manifest, sha256), spec)
+    return verify(record.code, ptx, launch_input(spec, record.symbol, routes=routes), timeout)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0: every Blackwell artifact is proved; 1: one is not, be it a finding, a timeout or something unsupported."""
+    parser = argparse.ArgumentParser(prog="verification.static", description="Run sentryward on the PTX of the Blackwell artifacts.")
+    parser.add_argument("--entry", default="", help="only codes whose name contains this")
+    parser.add_argument("--artifacts", type=Path, help="artifacts folder (default: this checkout's)")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds per artifact")
+    parser.add_argument("--json", type=Path, help="write the verdicts to this file")
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    try:
+        version = importlib.metadata.version("sentryward")
+    except importlib.metadata.PackageNotFoundError:
+        console.print("sentryward is not installed; pip install -e '.[verify]'")
+        return 1
+    manifest = Manifest.load(options.artifacts)
+    verdicts = []
+    for sha, record in sorted(manifest.cubins.items(), key=lambda item: item[1].code):
+        if options.entry in record.code:
+            verdicts.append(verify_artifact(manifest, sha, options.timeout))
+            console.print(f"{verdicts[-1].result}: {record.code} ({verdicts[-1].seconds:.0f} s)")
+    table = Table("code", "result", "synchronization", "memory", "seconds", "findings", title=f"sentryward {version}", title_justify="left")
+    for v in verdicts:
+        table.add_row(v.name, v.result, v.synchronization, v.memory, f"{v.seconds:.0f}", "\n".join(v.findings[:5]))
+    console.print(table)
+    if options.json:
+        document = {"sentryward": version, "expert": EXPERT, "verdicts": [dataclasses.asdict(v) for v in verdicts]}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    asked = [v for v in verdicts if v.result != "not asked"]
+    return 0 if verdicts and all(v.passed for v in asked) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
