@@ -63,7 +63,7 @@ def issue_tile(
     done: Uint32,
     stage: Uint32,
     parity: Uint32,
-):
+) -> Any:
     """One thread: the MMAs of ``blocks`` stages of ``rows`` weight rows, then a commit on ``done``.
 
     K block b adds into column b % 16 of its 16-column accumulator; the first block of each accumulator overwrites.
@@ -82,7 +82,7 @@ def issue_tile(
 
 
 @cute.jit
-def mma_warp(spec: cutlass.Constexpr[KernelSpec], base: Uint32, lane: Uint32):
+def mma_warp(spec: cutlass.Constexpr[KernelSpec], base: Uint32, lane: Uint32) -> None:
     """Issue all MMAs of this CTA from one thread (commits must come from the thread that issued), then free TMEM."""
     split, memory = spec.split, tensor_memory(spec)
     tmem = ptx.load_shared_u32(base + Uint32(spec.shared.tmem))
@@ -115,7 +115,7 @@ def read_tile(
     accumulator: Uint32,
     w_scale: Uint32,
     x_scale: Uint32,
-):
+) -> Any:
     """This lane's row: the sum over K blocks, ascending, of column b times its scales. ``accumulator``: the warp's quarter."""
     total = Float32(0.0)
     for group in cutlass.range_constexpr(0, blocks, COLUMNS):
@@ -129,7 +129,7 @@ def read_tile(
 
 
 @cute.jit
-def arrive_operand(spec: cutlass.Constexpr[KernelSpec], base: Uint32, lane: Uint32):
+def arrive_operand(spec: cutlass.Constexpr[KernelSpec], base: Uint32, lane: Uint32) -> None:
     """This warp's operand rows are written: order them before the MMA's async-proxy reads, then arrive once."""
     ptx.fence_proxy_async()
     ptx.sync_warp()
@@ -156,7 +156,7 @@ def consumer_warps(
     scale: Float32,
     limit: Float32,
     flags: Uint32,
-):
+) -> None:
     """Quantise, drain GEMM1, exchange, drain GEMM2, store.
 
     ``warp`` is the warp's TMEM quarter, warp index % 4: the quarter fixes its accumulator rows, and everything else is
@@ -178,9 +178,7 @@ def consumer_warps(
         ptx.mbarrier_wait(barrier(spec, base, "acc1", u), Uint32(0))
         ptx.tcgen05_fence_after()
         w_scale = base + Uint32(shared.w13_scale) + u * Uint32(4 * scale_columns(split.unit_blocks))
-        value = read_tile(
-            spec, split.unit_blocks, quarter + u * Uint32(memory.unit_columns), w_scale, base + Uint32(shared.x_scale)
-        )
+        value = read_tile(spec, split.unit_blocks, quarter + u * Uint32(memory.unit_columns), w_scale, base + Uint32(shared.x_scale))
         exchange.broadcast_sums(spec, base, part, pipeline.unit_tile(spec, cta, u), warp, lane, value)
 
     pipeline.store_route(spec, base, warp, lane, cta, token, rank, logits, ids, weights, scale)
@@ -219,7 +217,7 @@ def program(
     scale: Float32,
     limit: Float32,
     flags: Uint32,
-):
+) -> None:
     """The whole CTA. Up to grid_dependency_wait nothing that a preceding kernel may write is read, and nothing is stored."""
     base, lane, warp, cta, token, rank = pipeline.locate(spec)
     biases = routing.load_bias(spec, bias, lane)

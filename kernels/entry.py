@@ -36,7 +36,7 @@ def moe(
     scale: Float32,
     limit: Float32,
     flags: Uint32,
-):
+) -> None:
     program = _PROGRAMS[spec.engine]
     program(
         spec,
@@ -70,7 +70,7 @@ def launch(
     scale: Float32,
     limit: Float32,
     flags: Uint32,
-):
+) -> None:
     """Never run: it only fixes the kernel's parameter types. The maps' numbers are irrelevant, their type is not."""
     maps = [
         create_tensor_map_tiled(x.toint(), cutlass.Uint8, [128, 128, 4], [8, 1024], [128, 128, 1], swizzle=TensorMapSwizzle.s128b)

@@ -55,7 +55,7 @@ def chunk_row(spec: KernelSpec, tile_rows: int, warp: Any, chunk: Any) -> Any:
 @cute.jit
 def stage_values(
     spec: cutlass.Constexpr[KernelSpec], tile_rows: cutlass.Constexpr[int], base: Uint32, warp: Uint32, lane: Uint32, value: Float32
-):
+) -> Any:
     """Put the warp's values into its staging bytes; ends with the warp synchronised. Returns the staging address."""
     staging = base + Uint32(spec.shared.staging) + warp * Uint32(128)
     ptx.sync_warp()  # the previous tile's chunks have been read
@@ -71,7 +71,7 @@ def stage_values(
 @cute.jit
 def broadcast_sums(
     spec: cutlass.Constexpr[KernelSpec], base: Uint32, part: Uint32, tile: Uint32, warp: Uint32, lane: Uint32, value: Float32
-):
+) -> None:
     """Send one unit's 128 sums to every CTA of the cluster: lane l sends chunk l % 8 to CTAs l // 8 + 4 i."""
     split, shared = spec.split, spec.shared
     staging = stage_values(spec, 128, base, warp, lane, value)
@@ -86,7 +86,9 @@ def broadcast_sums(
 
 
 @cute.jit
-def store_output(spec: cutlass.Constexpr[KernelSpec], base: Uint32, out: Int64, column: Uint32, warp: Uint32, lane: Uint32, value: Float32):
+def store_output(
+    spec: cutlass.Constexpr[KernelSpec], base: Uint32, out: Int64, column: Uint32, warp: Uint32, lane: Uint32, value: Float32
+) -> None:
     """Store one GEMM2 tile as BF16. ``out``: address of the route's row; ``column``: the tile's first logical row."""
     rows = spec.split.tile2_rows
     staging = stage_values(spec, rows, base, warp, lane, value)

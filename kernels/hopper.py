@@ -9,7 +9,8 @@ Warps 0-3 are the consumer warpgroup (quantise, MMA, epilogue), warp 4 is the pr
 | routed | producer lane 0, after the experts are in shared memory | consumer warps |
 | sums | one arrive.expect_tx in the prologue + every CTA's st.async bytes | consumer warps (cluster scope) |
 | named 0 | all threads: barriers are initialised, operands zeroed | |
-| named 1 | consumer warps, three times: token rows and scales are written and fenced; GEMM1's MMAs have read the token rows, so hidden rows may overwrite them; hidden rows and scales are written and fenced | |
+| named 1 | consumer warps, three times: (1) token rows and scales are written and fenced, (2) GEMM1's MMAs have read the | |
+| | token rows, so hidden rows may overwrite them, (3) hidden rows and scales are written and fenced | |
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def gemm_tile(
     x_scale: Uint32,
     stage: Uint32,
     parity: Uint32,
-):
+) -> Any:
     """Consume ``blocks`` stages of ``rows`` weight rows; returns (this lane's scaled sum, stage, parity).
 
     K block b of a group of eight owns accumulator column b. A lane holds columns 2q and 2q+1 (q = lane % 4) of two rows per
@@ -102,7 +103,7 @@ def consumer_warps(
     scale: Float32,
     limit: Float32,
     flags: Uint32,
-):
+) -> None:
     """Quantise, GEMM1, exchange, GEMM2, store."""
     split, shared = spec.split, spec.shared
     part = cta % Uint32(split.parts)
@@ -116,9 +117,7 @@ def consumer_warps(
     stage, parity = Uint32(0), Uint32(0)
     w_scale = base + Uint32(shared.w13_scale)
     for unit in cutlass.range(split.units, unroll=1):
-        value, stage, parity = gemm_tile(
-            spec, split.unit_blocks, 128, base, lane, w_scale, base + Uint32(shared.x_scale), stage, parity
-        )
+        value, stage, parity = gemm_tile(spec, split.unit_blocks, 128, base, lane, w_scale, base + Uint32(shared.x_scale), stage, parity)
         w_scale = w_scale + Uint32(4 * scale_columns(split.unit_blocks))
         if Uint32(unit) == Uint32(0):
             ptx.cluster_wait()  # every CTA of the cluster has initialised its barriers: remote stores may land
@@ -158,7 +157,7 @@ def program(
     scale: Float32,
     limit: Float32,
     flags: Uint32,
-):
+) -> None:
     """The whole CTA. Up to grid_dependency_wait nothing that a preceding kernel may write is read, and nothing is stored."""
     base, lane, warp, cta, token, rank = pipeline.locate(spec)
     thread = warp * Uint32(32) + lane

@@ -65,7 +65,7 @@ def init_barriers(spec: KernelSpec, base: Any) -> None:
 
 
 @cute.jit
-def zero_operands(spec: cutlass.Constexpr[KernelSpec], base: Uint32, thread: Uint32):
+def zero_operands(spec: cutlass.Constexpr[KernelSpec], base: Uint32, thread: Uint32) -> None:
     """Consumer warps: zero the operand groups and the scale arrays (padding columns multiply by zero)."""
     shared = spec.shared
     for start, size in const_expr(((shared.operand, shared.operand_bytes), (shared.w13_scale, shared.ids - shared.w13_scale))):
@@ -79,7 +79,7 @@ def zero_operands(spec: cutlass.Constexpr[KernelSpec], base: Uint32, thread: Uin
 
 
 @cute.jit
-def first_row13(spec: cutlass.Constexpr[KernelSpec], tile: Uint32, flags: Uint32):
+def first_row13(spec: cutlass.Constexpr[KernelSpec], tile: Uint32, flags: Uint32) -> Any:
     """Row of w13 at which logical tile ``tile`` (up tiles first) begins, for either order of the halves."""
     row = tile * Uint32(128)
     swapped = ptx.select(row < Uint32(spec.inter), row + Uint32(spec.inter), row - Uint32(spec.inter))
@@ -102,7 +102,7 @@ def box_coordinates(spec: KernelSpec, blocks: int, expert: Any, block: Any) -> t
 @cute.jit
 def stream_weights(
     spec: cutlass.Constexpr[KernelSpec], base: Uint32, w13: Int64, w2: Int64, expert: Uint32, cta: Uint32, flags: Uint32
-):
+) -> None:
     """One thread: load this CTA's stages in the order of WorkSplit.stages, GEMM1's and straight on GEMM2's.
 
     A stage is refilled when ``empty`` says that its MMAs are complete; the first lap passes at once (parity 1 of a fresh
@@ -151,11 +151,11 @@ def producer_warp(
     token: Uint32,
     rank: Uint32,
     logits: Int64,
-    bias: list,
+    bias: list[Any],
     w13: Int64,
     w2: Int64,
     flags: Uint32,
-):
+) -> None:
     """Route the token, publish its experts to the consumer warps, then stream the weights of this route's expert."""
     values = routing.load_logits(spec, logits, token, lane)
     chosen = routing.choose(spec, routing.selection_keys(spec, values, bias), lane)
@@ -179,7 +179,7 @@ def load_scales(
     w13_scale: Int64,
     w2_scale: Int64,
     flags: Uint32,
-):
+) -> None:
     """Consumer warps: copy the block scales of this CTA's tiles of ``expert`` to shared memory."""
     split, shared = spec.split, spec.shared
     part = cta % Uint32(split.parts)
@@ -216,7 +216,7 @@ def store_route(
     ids: Int64,
     weights: Int64,
     scale: Float32,
-):
+) -> None:
     """Consumer warp 0 of CTA 0 writes the route's id and weight, off the path to the first weight byte."""
     if warp + cta == Uint32(0):
         known = ptx.select(lane < Uint32(spec.top_k), lane, Uint32(0))

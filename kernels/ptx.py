@@ -31,9 +31,7 @@ def asm(text: str, constraints: str, ins: Sequence[Any] = (), outs: Sequence[Any
         result = llvm.StructType.get_literal([t.mlir_type for t in outs])
     if side:
         constraints = f"{constraints},{_MEMORY}" if constraints else _MEMORY
-    op = llvm.inline_asm(
-        result, values, text, constraints, has_side_effects=side, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT
-    )
+    op = llvm.inline_asm(result, values, text, constraints, has_side_effects=side, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT)
     if not outs:
         return None
     if len(outs) == 1:
@@ -113,10 +111,7 @@ def select(condition: Any, a: Any, b: Any) -> Any:
 
 def fp8x4(a: Any, b: Any, c: Any, d: Any) -> Uint32:
     """Four e4m3 bytes, ``a`` lowest; saturating, round to nearest even, NaN -> 0x7f."""
-    text = (
-        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
-        "mov.b32 $0, {lo, hi}; }"
-    )
+    text = "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"
     return asm(text, "=r,f,f,f,f", [a, b, c, d], [Uint32], side=False)
 
 

@@ -56,7 +56,7 @@ def unpack_bf16(word: Any) -> tuple[Float32, Float32]:
 @cute.jit
 def quantise_token(
     spec: cutlass.Constexpr[KernelSpec], base: Uint32, x: Int64, token: Uint32, part: Uint32, warp: Uint32, lane: Uint32, flags: Uint32
-):
+) -> None:
     """Consumer warp ``warp`` (0..3) quantises blocks warp, warp + 4, ... of this CTA's K part and stores their scales."""
     split, shared = spec.split, spec.shared
     rounds = -(-split.unit_blocks // 4)
@@ -93,7 +93,7 @@ def clamped_swiglu(gate: Any, up: Any, limit: Any) -> Float32:
 
 
 @cute.jit
-def quantise_hidden(spec: cutlass.Constexpr[KernelSpec], base: Uint32, warp: Uint32, lane: Uint32, limit: Float32):
+def quantise_hidden(spec: cutlass.Constexpr[KernelSpec], base: Uint32, warp: Uint32, lane: Uint32, limit: Float32) -> None:
     """From the exchanged GEMM1 sums to the FP8 hidden vector: consumer warp ``warp`` makes blocks warp, warp + 4, ...
 
     K parts are added in part order. The hidden blocks overwrite the token's rows, so the caller has made sure that all of

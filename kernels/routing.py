@@ -4,7 +4,7 @@ Lane l holds experts l + 32 j, so that loads coalesce. Scores become monotone in
 equal keys go to the lower index.
 
 Key order: taken (0) < NaN score, which only a NaN bias can make (1) < -inf (a disabled expert) < finite < +inf.
-A NaN logit counts as -inf, so ids are distinct and in range whatever the logits hold.
+A NaN logit counts as -inf, so ids are distinct and in range whatever the logits hold. The key puts +0.0 above -0.0.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def selection_keys(spec: KernelSpec, logits: list[Any], bias: list[Any]) -> list
     keys = []
     for j, logit in enumerate(logits):
         value = without_nan(logit)
-        # Softmax: -0.0 becomes +0.0, because they compare equal and the index must decide.
-        value = ptx.add(sigmoid(value), bias[j]) if spec.scoring == "sigmoid_bias" else ptx.add(value, Float32(0.0))
+        if spec.scoring == "sigmoid_bias":
+            value = ptx.add(sigmoid(value), bias[j])
         word = ptx.bits(value)
         negative = Uint32(0) - (word >> Uint32(31))
         key = word ^ (negative | Uint32(0x80000000))
@@ -66,7 +66,7 @@ def selection_keys(spec: KernelSpec, logits: list[Any], bias: list[Any]) -> list
 
 
 @cute.jit
-def choose(spec: cutlass.Constexpr[KernelSpec], keys: list, lane: Uint32):
+def choose(spec: cutlass.Constexpr[KernelSpec], keys: list[Any], lane: Uint32) -> Any:
     """The expert of rank ``lane`` (meaningful in lanes below top_k): top_k rounds of a warp-wide maximum."""
     mine = Uint32(0)
     for rank in cutlass.range(spec.top_k, unroll=1):
@@ -95,7 +95,7 @@ def store_routing(
     chosen: Uint32,
     lane: Uint32,
     scale: Float32,
-):
+) -> None:
     """Write id and weight of the token's route ``rank``. ``chosen``: the expert of rank ``lane``. Whole warp."""
     row = token * Uint32(spec.experts)
     logit = without_nan(load_logit(spec, logits, row + chosen))

@@ -227,7 +227,8 @@ def _set_weight(name: str, index: Any, value: int | float) -> Callable[[ExpertTe
 
 
 def _bad_weight(required: str, name: str, index: Any, value: int | float) -> HardInput:
-    return HardInput(required, logits=_only_bad_token_chooses_bad_expert, expert=_set_weight(name, index, value))
+    level = _set(slice(None), 0.25)  # equal biases: the logits alone decide who chooses BAD_EXPERT
+    return HardInput(required, logits=_only_bad_token_chooses_bad_expert, bias=level, expert=_set_weight(name, index, value))
 
 
 HARD_INPUTS: dict[str, HardInput] = {

@@ -82,14 +82,15 @@ def taken(known: dict[str, int], branch: Statement) -> bool:
 
 def step(known: dict[str, int], s: Statement) -> None:
     """Track mov, not, add and setp on constants; anything else makes its result unknown."""
-    values = [known.get(o) if o.startswith("%") else literal(o) for o in s.sources]
+    known_sources = [known.get(o) if o.startswith("%") else literal(o) for o in s.sources]
+    values = [value for value in known_sources[:2] if value is not None]
     result = None
-    if None not in values[:2]:
+    if len(values) == len(known_sources[:2]):
         if s.matches("mov"):
             result = values[0]
         elif s.matches("not.pred"):
             result = int(not values[0])
-        elif s.matches("add") and len(values) == 2:
+        elif s.matches("add"):
             result = (values[0] + values[1]) % 2**32
         elif s.matches("setp.eq") or s.matches("setp.ne"):
             result = int((values[0] % 2**32 == values[1] % 2**32) == s.matches("setp.eq"))
