@@ -6,12 +6,11 @@ Warp 0 is the producer, warp 1 issues the MMAs and owns the TMEM allocation, war
 |---|---|---|
 | full[s] | producer's arrive.expect_tx + TMA bytes | MMA warp |
 | empty[s] | commit of the stage's MMAs | producer |
-| routed | producer lane 0, after the experts are in shared memory | consumer warps |
 | operand | lane 0 of each consumer warp, rows written and fenced; phase 0: token, phase 1: hidden | MMA warp |
 | acc1[u] | commit after the last MMA of unit u | consumer warps |
 | sums | one arrive.expect_tx in the prologue + every CTA's st.async bytes | consumer warps (cluster scope) |
 | acc2[t] | commit after the last MMA of tile t | consumer warps |
-| named 0 | all threads: barriers are initialised, operands zeroed, TMEM allocated | |
+| named 0 | all threads: barriers are initialised, operands zeroed, TMEM allocated, the token's experts in shared memory | |
 | named 1 | consumer warps: scales are in shared memory | |
 | named 2 | consumer and MMA warps: the last accumulator has been read, TMEM may be freed | |
 """
@@ -86,7 +85,7 @@ def mma_warp(spec: cutlass.Constexpr[KernelSpec], base: Uint32, lane: Uint32) ->
     """Issue all MMAs of this CTA from one thread (commits must come from the thread that issued), then free TMEM."""
     split, memory = spec.split, tensor_memory(spec)
     tmem = ptx.load_shared_u32(base + Uint32(spec.shared.tmem))
-    if lane == Uint32(0):
+    if ptx.per_lane(lane == Uint32(0)):
         operand = barrier(spec, base, "operand")
         stage, parity = Uint32(0), Uint32(0)
         ptx.mbarrier_wait(operand, Uint32(0))
@@ -133,7 +132,7 @@ def arrive_operand(spec: cutlass.Constexpr[KernelSpec], base: Uint32, lane: Uint
     """This warp's operand rows are written: order them before the MMA's async-proxy reads, then arrive once."""
     ptx.fence_proxy_async()
     ptx.sync_warp()
-    if lane == Uint32(0):
+    if ptx.per_lane(lane == Uint32(0)):
         ptx.mbarrier_arrive(barrier(spec, base, "operand"))
 
 
@@ -146,7 +145,7 @@ def consumer_warps(
     cta: Uint32,
     token: Uint32,
     rank: Uint32,
-    x: Int64,
+    words: list[Any],
     logits: Int64,
     w13_scale: Int64,
     w2_scale: Int64,
@@ -157,18 +156,18 @@ def consumer_warps(
     limit: Float32,
     flags: Uint32,
 ) -> None:
-    """Quantise, drain GEMM1, exchange, drain GEMM2, store.
+    """Quantise, drain GEMM1, exchange, drain GEMM2, store. ``words``: this lane's part of the token.
 
     ``warp`` is the warp's TMEM quarter, warp index % 4: the quarter fixes its accumulator rows, and everything else is
     numbered by it too.
     """
     split, shared, memory = spec.split, spec.shared, tensor_memory(spec)
     part = cta % Uint32(split.parts)
-    quantise.quantise_token(spec, base, x, token, part, warp, lane, flags)
-    arrive_operand(spec, base, lane)
-    ptx.mbarrier_wait(barrier(spec, base, "routed"), Uint32(0))
     expert = ptx.load_shared_u32(base + Uint32(shared.ids) + rank * Uint32(4))
-    pipeline.load_scales(spec, base, warp * Uint32(32) + lane, expert, cta, w13_scale, w2_scale, flags)
+    scales = pipeline.fetch_scales(spec, warp * Uint32(32) + lane, expert, cta, w13_scale, w2_scale, flags)
+    quantise.quantise_token(spec, base, words, warp, lane, flags)
+    arrive_operand(spec, base, lane)
+    pipeline.store_scales(base, scales)
     ptx.cta_barrier(CONSUMER_BARRIER, CONSUMER_THREADS)
     ptx.cluster_wait()  # every CTA of the cluster has initialised its barriers: remote stores may land
 
@@ -222,27 +221,39 @@ def program(
     base, lane, warp, cta, token, rank = pipeline.locate(spec)
     biases = routing.load_bias(spec, bias, lane)
     if warp == Uint32(PRODUCER_WARP):
-        if lane == Uint32(0):
-            pipeline.init_barriers(spec, base)
+        if ptx.per_lane(lane == Uint32(0)):
             ptx.prefetch_tensor_map(w13)
             ptx.prefetch_tensor_map(w2)
+        ptx.grid_dependency_wait()
+        expert = pipeline.route_and_begin(spec, base, lane, cta, token, rank, logits, biases, w13, flags)
+        begin_together(spec)
+        if ptx.per_lane(lane == Uint32(0)):
+            pipeline.stream_weights(spec, base, w13, w2, expert, cta, flags)
         ptx.sync_warp()
+        ptx.cluster_wait()
     elif warp == Uint32(MMA_WARP):
+        if ptx.per_lane(lane == Uint32(0)):
+            pipeline.init_other_barriers(spec, base)
+        ptx.sync_warp()
         ptx.tcgen05_alloc(base + Uint32(spec.shared.tmem), tensor_memory(spec).allocated)
         ptx.tcgen05_relinquish()
+        ptx.grid_dependency_wait()
+        begin_together(spec)
+        mma_warp(spec, base, lane)
     else:
+        quarter = warp & Uint32(3)
         pipeline.zero_operands(spec, base, (warp - Uint32(FIRST_CONSUMER)) * Uint32(32) + lane)
+        ptx.grid_dependency_wait()
+        words = quantise.load_token(spec, x, token, cta % Uint32(spec.split.parts), quarter, lane)
+        begin_together(spec)
+        consumer_warps(
+            spec, base, lane, quarter, cta, token, rank, words, logits, w13_scale, w2_scale, out, ids, weights, scale, limit, flags
+        )
+
+
+def begin_together(spec: KernelSpec) -> None:
+    """The CTA barrier of the prologue, and this CTA's word to its cluster that its barriers are initialised."""
     ptx.tcgen05_fence_before()
     ptx.cta_barrier(0, spec.block_threads)
     ptx.tcgen05_fence_after()
     ptx.cluster_arrive_relaxed()
-    ptx.grid_dependency_wait()
-    if warp == Uint32(PRODUCER_WARP):
-        pipeline.producer_warp(spec, base, lane, cta, token, rank, logits, biases, w13, w2, flags)
-        ptx.cluster_wait()
-    elif warp == Uint32(MMA_WARP):
-        mma_warp(spec, base, lane)
-    else:
-        consumer_warps(
-            spec, base, lane, warp & Uint32(3), cta, token, rank, x, logits, w13_scale, w2_scale, out, ids, weights, scale, limit, flags
-        )

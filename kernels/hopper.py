@@ -6,9 +6,8 @@ Warps 0-3 are the consumer warpgroup (quantise, MMA, epilogue), warp 4 is the pr
 |---|---|---|
 | full[s] | producer's arrive.expect_tx + TMA bytes | consumer warps |
 | empty[s] | lane 0 of each consumer warp, once its MMAs on the stage are complete | producer |
-| routed | producer lane 0, after the experts are in shared memory | consumer warps |
 | sums | one arrive.expect_tx in the prologue + every CTA's st.async bytes | consumer warps (cluster scope) |
-| named 0 | all threads: barriers are initialised, operands zeroed | |
+| named 0 | all threads: barriers are initialised, operands zeroed, the token's experts in shared memory | |
 | named 1 | consumer warps, three times: (1) token rows and scales are written and fenced, (2) GEMM1's MMAs have read the | |
 | | token rows, so hidden rows may overwrite them, (3) hidden rows and scales are written and fenced | |
 """
@@ -93,7 +92,7 @@ def consumer_warps(
     cta: Uint32,
     token: Uint32,
     rank: Uint32,
-    x: Int64,
+    words: list[Any],
     logits: Int64,
     w13_scale: Int64,
     w2_scale: Int64,
@@ -104,13 +103,13 @@ def consumer_warps(
     limit: Float32,
     flags: Uint32,
 ) -> None:
-    """Quantise, GEMM1, exchange, GEMM2, store."""
+    """Quantise, GEMM1, exchange, GEMM2, store. ``words``: this lane's part of the token."""
     split, shared = spec.split, spec.shared
     part = cta % Uint32(split.parts)
-    quantise.quantise_token(spec, base, x, token, part, warp, lane, flags)
-    ptx.mbarrier_wait(barrier(spec, base, "routed"), Uint32(0))
     expert = ptx.load_shared_u32(base + Uint32(shared.ids) + rank * Uint32(4))
-    pipeline.load_scales(spec, base, thread, expert, cta, w13_scale, w2_scale, flags)
+    scales = pipeline.fetch_scales(spec, thread, expert, cta, w13_scale, w2_scale, flags)
+    quantise.quantise_token(spec, base, words, warp, lane, flags)
+    pipeline.store_scales(base, scales)
     ptx.fence_proxy_async()
     ptx.cta_barrier(CONSUMER_BARRIER, CONSUMER_THREADS)
 
@@ -163,20 +162,25 @@ def program(
     thread = warp * Uint32(32) + lane
     biases = routing.load_bias(spec, bias, lane)
     if warp == Uint32(PRODUCER_WARP):
-        if lane == Uint32(0):
-            pipeline.init_barriers(spec, base)
+        if ptx.per_lane(lane == Uint32(0)):
             ptx.prefetch_tensor_map(w13)
             ptx.prefetch_tensor_map(w2)
+        ptx.grid_dependency_wait()
+        expert = pipeline.route_and_begin(spec, base, lane, cta, token, rank, logits, biases, w13, flags)
+        ptx.cta_barrier(0, spec.block_threads)
+        ptx.cluster_arrive_relaxed()
+        if ptx.per_lane(lane == Uint32(0)):
+            pipeline.stream_weights(spec, base, w13, w2, expert, cta, flags)
         ptx.sync_warp()
-    else:
-        pipeline.zero_operands(spec, base, thread)
-    ptx.cta_barrier(0, spec.block_threads)
-    ptx.cluster_arrive_relaxed()
-    ptx.grid_dependency_wait()
-    if warp == Uint32(PRODUCER_WARP):
-        pipeline.producer_warp(spec, base, lane, cta, token, rank, logits, biases, w13, w2, flags)
         ptx.cluster_wait()
     else:
+        if ptx.per_lane(thread == Uint32(0)):
+            pipeline.init_other_barriers(spec, base)
+        pipeline.zero_operands(spec, base, thread)
+        ptx.grid_dependency_wait()
+        words = quantise.load_token(spec, x, token, cta % Uint32(spec.split.parts), warp, lane)
+        ptx.cta_barrier(0, spec.block_threads)
+        ptx.cluster_arrive_relaxed()
         consumer_warps(
-            spec, base, thread, lane, warp, cta, token, rank, x, logits, w13_scale, w2_scale, out, ids, weights, scale, limit, flags
+            spec, base, thread, lane, warp, cta, token, rank, words, logits, w13_scale, w2_scale, out, ids, weights, scale, limit, flags
         )

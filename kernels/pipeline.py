@@ -55,11 +55,19 @@ def barrier(spec: KernelSpec, base: Any, name: str, index: Any = 0) -> Any:
     return base + Uint32(spec.shared.barriers[name]) + index * Uint32(8)
 
 
-def init_barriers(spec: KernelSpec, base: Any) -> None:
-    """One thread: initialise every mbarrier and arm ``sums`` with the bytes that the cluster will send."""
+def init_full_barriers(spec: KernelSpec, base: Any) -> None:
+    """Producer, one thread: the barriers that its first boxes need; the rest are initialised by another warp meanwhile."""
+    for index in range(spec.shared.ring):
+        ptx.mbarrier_init(barrier(spec, base, "full", index), 1)
+    ptx.fence_mbarrier_init()
+
+
+def init_other_barriers(spec: KernelSpec, base: Any) -> None:
+    """One thread of another warp: all other mbarriers, and ``sums`` armed with the bytes that the cluster will send."""
     for name, (number, arrivals) in spec.shared.barrier_counts.items():
-        for index in range(number):
-            ptx.mbarrier_init(barrier(spec, base, name, index), arrivals)
+        if name != "full":
+            for index in range(number):
+                ptx.mbarrier_init(barrier(spec, base, name, index), arrivals)
     ptx.fence_mbarrier_init()
     ptx.mbarrier_expect(barrier(spec, base, "sums"), spec.split.parts * spec.split.tiles1 * 512)
 
@@ -74,7 +82,7 @@ def zero_operands(spec: cutlass.Constexpr[KernelSpec], base: Uint32, thread: Uin
             if const_expr(offset + CONSUMER_THREADS * 16 <= size):
                 ptx.store_shared_zero16(base + Uint32(start) + at)
             else:
-                if at < Uint32(size):
+                if ptx.per_lane(at < Uint32(size)):
                     ptx.store_shared_zero16(base + Uint32(start) + at)
 
 
@@ -100,36 +108,70 @@ def box_coordinates(spec: KernelSpec, blocks: int, expert: Any, block: Any) -> t
 
 
 @cute.jit
+def first_boxes(spec: cutlass.Constexpr[KernelSpec], base: Uint32, w13: Int64, expert: Uint32, cta: Uint32, flags: Uint32) -> None:
+    """Producer, one thread: the first boxes of the first unit, before this warp meets any other. They find empty stages."""
+    part = cta % Uint32(spec.split.parts)
+    row = first_row13(spec, unit_tile(spec, cta, Uint32(0)), flags)
+    for b in cutlass.range_constexpr(first_box_count(spec)):
+        inner, outer = box_coordinates(spec, spec.split.blocks1, expert, part * Uint32(spec.split.unit_blocks) + Uint32(b))
+        load_stage(spec, base, Uint32(b), w13, inner, row, outer, STAGE_BYTES)
+
+
+def first_box_count(spec: KernelSpec) -> int:
+    """Two boxes are on their way while the rest of the CTA wakes up; more would hold the others up (140 clocks each)."""
+    return min(2, spec.shared.ring, spec.split.unit_blocks)
+
+
+@cute.jit
 def stream_weights(
     spec: cutlass.Constexpr[KernelSpec], base: Uint32, w13: Int64, w2: Int64, expert: Uint32, cta: Uint32, flags: Uint32
 ) -> None:
-    """One thread: load this CTA's stages in the order of WorkSplit.stages, GEMM1's and straight on GEMM2's.
+    """Producer, one thread: this CTA's stages after the first boxes in the order of WorkSplit.stages, GEMM1's and straight on GEMM2's.
 
     A stage is refilled when ``empty`` says that its MMAs are complete; the first lap passes at once (parity 1 of a fresh
     barrier).
     """
     split = spec.split
-    stage, parity = Uint32(0), Uint32(1)
-    part = cta % Uint32(split.parts)
-    for unit in cutlass.range(split.units, unroll=1):
-        row = first_row13(spec, unit_tile(spec, cta, Uint32(unit)), flags)
-        for b in cutlass.range(split.unit_blocks, unroll=1):
-            block = part * Uint32(split.unit_blocks) + Uint32(b)
-            inner, outer = box_coordinates(spec, split.blocks1, expert, block)
-            load_stage(spec, base, stage, parity, w13, inner, row, outer, STAGE_BYTES)
-            stage, parity = next_stage(spec, stage, parity)
+    begun = first_box_count(spec)
+    stage, parity = Uint32(begun % spec.shared.ring), Uint32(int(begun < spec.shared.ring))
+    stage, parity = stream_unit(spec, begun, base, w13, expert, cta, Uint32(0), flags, stage, parity)
+    for unit in cutlass.range(1, split.units, unroll=1):
+        stage, parity = stream_unit(spec, 0, base, w13, expert, cta, Uint32(unit), flags, stage, parity)
     for tile in cutlass.range(split.tiles2, unroll=1):
         row = cta * Uint32(split.rows2) + Uint32(tile) * Uint32(split.tile2_rows)
         for b in cutlass.range(split.blocks2, unroll=1):
             inner, outer = box_coordinates(spec, split.blocks2, expert, Uint32(b))
-            load_stage(spec, base, stage, parity, w2, inner, row, outer, split.tile2_rows * 128)
+            ptx.mbarrier_wait(barrier(spec, base, "empty", stage), parity)
+            load_stage(spec, base, stage, w2, inner, row, outer, split.tile2_rows * 128)
             stage, parity = next_stage(spec, stage, parity)
 
 
-def load_stage(
-    spec: KernelSpec, base: Any, stage: Any, parity: Any, tensor_map: Any, inner: Any, row: Any, outer: Any, byte_count: int
-) -> None:
-    ptx.mbarrier_wait(barrier(spec, base, "empty", stage), parity)
+@cute.jit
+def stream_unit(
+    spec: cutlass.Constexpr[KernelSpec],
+    begun: cutlass.Constexpr[int],
+    base: Uint32,
+    w13: Int64,
+    expert: Uint32,
+    cta: Uint32,
+    unit: Uint32,
+    flags: Uint32,
+    stage: Uint32,
+    parity: Uint32,
+) -> Any:
+    """The stages of one GEMM1 unit, of which ``begun`` are already asked for."""
+    split = spec.split
+    row = first_row13(spec, unit_tile(spec, cta, unit), flags)
+    first = cta % Uint32(split.parts) * Uint32(split.unit_blocks)
+    for b in cutlass.range(begun, split.unit_blocks, unroll=1):
+        inner, outer = box_coordinates(spec, split.blocks1, expert, first + Uint32(b))
+        ptx.mbarrier_wait(barrier(spec, base, "empty", stage), parity)
+        load_stage(spec, base, stage, w13, inner, row, outer, STAGE_BYTES)
+        stage, parity = next_stage(spec, stage, parity)
+    return stage, parity
+
+
+def load_stage(spec: KernelSpec, base: Any, stage: Any, tensor_map: Any, inner: Any, row: Any, outer: Any, byte_count: int) -> None:
     full = barrier(spec, base, "full", stage)
     ptx.mbarrier_expect(full, byte_count)
     ptx.tma_load_3d(base + stage * Uint32(STAGE_BYTES), tensor_map, inner, row, outer, full)
@@ -143,7 +185,7 @@ def next_stage(spec: KernelSpec, stage: Any, parity: Any) -> tuple[Any, Any]:
 
 
 @cute.jit
-def producer_warp(
+def route_and_begin(
     spec: cutlass.Constexpr[KernelSpec],
     base: Uint32,
     lane: Uint32,
@@ -153,54 +195,65 @@ def producer_warp(
     logits: Int64,
     bias: list[Any],
     w13: Int64,
-    w2: Int64,
     flags: Uint32,
-) -> None:
-    """Route the token, publish its experts to the consumer warps, then stream the weights of this route's expert."""
+) -> Any:
+    """Producer warp, up to the CTA barrier: choose the token's experts, ask for the first boxes. Returns this route's expert.
+
+    Nothing that other warps prepare stands before the first boxes. The CTA barrier publishes the ids in shared memory;
+    the other warps wait there, because a start of all warps at once slows the routing down.
+    """
     values = routing.load_logits(spec, logits, token, lane)
-    chosen = routing.choose(spec, routing.selection_keys(spec, values, bias), lane)
-    if lane < Uint32(spec.top_k):
+    if ptx.per_lane(lane == Uint32(0)):
+        init_full_barriers(spec, base)
+    ptx.sync_warp()
+    scratch = base + Uint32(spec.shared.staging)  # the consumer warps use it only after the CTA barrier
+    chosen = routing.choose(spec, routing.selection_keys(spec, values, bias), lane, scratch)
+    if ptx.per_lane(lane < Uint32(spec.top_k)):
         ptx.store_shared_u32(base + Uint32(spec.shared.ids) + lane * Uint32(4), chosen)
     expert = ptx.shuffle(chosen, rank)
+    if ptx.per_lane(lane == Uint32(0)):
+        first_boxes(spec, base, w13, expert, cta, flags)
     ptx.sync_warp()
-    if lane == Uint32(0):
-        ptx.mbarrier_arrive(barrier(spec, base, "routed"))
-        stream_weights(spec, base, w13, w2, expert, cta, flags)
-    ptx.sync_warp()
+    return expert
 
 
-@cute.jit
-def load_scales(
-    spec: cutlass.Constexpr[KernelSpec],
-    base: Uint32,
-    thread: Uint32,
-    expert: Uint32,
-    cta: Uint32,
-    w13_scale: Int64,
-    w2_scale: Int64,
-    flags: Uint32,
-) -> None:
-    """Consumer warps: copy the block scales of this CTA's tiles of ``expert`` to shared memory."""
+def fetch_scales(
+    spec: KernelSpec, thread: Any, expert: Any, cta: Any, w13_scale: Any, w2_scale: Any, flags: Any
+) -> list[tuple[Any, Any, Any]]:
+    """Consumer thread: ask for its block scales of this CTA's tiles of ``expert``: (in range, shared offset, value) each.
+
+    Threads beyond the last scale ask for scale 0 again.
+    """
     split, shared = spec.split, spec.shared
     part = cta % Uint32(split.parts)
-    for start in cutlass.range_constexpr(0, split.stages1, CONSUMER_THREADS):
+    fetched = []
+    for start in range(0, split.stages1, CONSUMER_THREADS):
         index = thread + Uint32(start)
-        if index < Uint32(split.stages1):
-            unit = index // Uint32(split.unit_blocks)
-            block = index - unit * Uint32(split.unit_blocks)
-            tile = first_row13(spec, unit_tile(spec, cta, unit), flags) >> Uint32(7)
-            at = (expert * Uint32(split.tiles1) + tile) * Uint32(split.blocks1) + part * Uint32(split.unit_blocks) + block
-            slot = unit * Uint32(scale_columns(split.unit_blocks)) + block
-            ptx.store_shared_f32(base + Uint32(shared.w13_scale) + slot * Uint32(4), ptx.load_global_f32(w13_scale + Int64(at) * Int64(4)))
-    for start in cutlass.range_constexpr(0, split.stages2, CONSUMER_THREADS):
+        wanted = index < Uint32(split.stages1)
+        index = ptx.select(wanted, index, Uint32(0))
+        unit = index // Uint32(split.unit_blocks)
+        block = index - unit * Uint32(split.unit_blocks)
+        tile = first_row13(spec, unit_tile(spec, cta, unit), flags) >> Uint32(7)
+        at = (expert * Uint32(split.tiles1) + tile) * Uint32(split.blocks1) + part * Uint32(split.unit_blocks) + block
+        slot = unit * Uint32(scale_columns(split.unit_blocks)) + block
+        fetched.append((wanted, Uint32(shared.w13_scale) + slot * Uint32(4), ptx.load_global_f32(w13_scale + Int64(at) * Int64(4))))
+    for start in range(0, split.stages2, CONSUMER_THREADS):
         index = thread + Uint32(start)
-        if index < Uint32(split.stages2):
-            tile = index // Uint32(split.blocks2)
-            block = index - tile * Uint32(split.blocks2)
-            row = cta * Uint32(split.rows2) + tile * Uint32(split.tile2_rows)
-            at = (expert * Uint32(split.blocks1) + (row >> Uint32(7))) * Uint32(split.blocks2) + block
-            slot = tile * Uint32(scale_columns(split.blocks2)) + block
-            ptx.store_shared_f32(base + Uint32(shared.w2_scale) + slot * Uint32(4), ptx.load_global_f32(w2_scale + Int64(at) * Int64(4)))
+        wanted = index < Uint32(split.stages2)
+        index = ptx.select(wanted, index, Uint32(0))
+        tile = index // Uint32(split.blocks2)
+        block = index - tile * Uint32(split.blocks2)
+        row = cta * Uint32(split.rows2) + tile * Uint32(split.tile2_rows)
+        at = (expert * Uint32(split.blocks1) + (row >> Uint32(7))) * Uint32(split.blocks2) + block
+        slot = tile * Uint32(scale_columns(split.blocks2)) + block
+        fetched.append((wanted, Uint32(shared.w2_scale) + slot * Uint32(4), ptx.load_global_f32(w2_scale + Int64(at) * Int64(4))))
+    return fetched
+
+
+def store_scales(base: Any, fetched: list[tuple[Any, Any, Any]]) -> None:
+    """Put the fetched scales where the epilogues read them."""
+    for wanted, offset, value in fetched:
+        ptx.store_shared_f32_if(wanted, base + offset, value)
 
 
 @cute.jit

@@ -1,8 +1,10 @@
 """PTX instructions as one-line functions, for use inside CuTe DSL kernels.
 
-Trap: LLVM unswitches loops on loop-invariant conditions. A loop that holds a warp-aligned instruction (wgmma, tcgen05.ld,
-bar.sync ...) and an ``if`` on the lane becomes two loops, one for each side of the ``if``, and the aligned instruction then
-runs divergently: a hang. Inside such loops lane conditions go into the instruction, as the ``*_if`` functions do.
+Trap: LLVM does not know that inline PTX may be convergent. It copies code into both arms of a branch on the lane: two ``if lane
+== 0`` one after the other are threaded into one, a loop with such an ``if`` is unswitched into two loops, and a warp-aligned
+instruction in between (bar.sync, wgmma, tcgen05.ld, a cluster barrier) then stands in both copies and runs divergently:
+a hang, seen on an H200. So every branch condition that differs between the lanes of a warp goes through :func:`per_lane`,
+which LLVM cannot see through, or into the instruction (the ``*_if`` functions).
 
 Shared-memory addresses are u32 (the ``.shared::cta`` window), global addresses are i64. Everything that touches memory or
 has an effect is ``side=True`` and clobbers memory, so that the compiler keeps its order; pure arithmetic is not.
@@ -45,6 +47,11 @@ def asm(text: str, constraints: str, ins: Sequence[Any] = (), outs: Sequence[Any
 def special(register: str) -> Uint32:
     """A special register such as ``%cluster_ctarank``."""
     return asm(f"mov.u32 $0, {register};", "=r", [], [Uint32], side=False)
+
+
+def per_lane(condition: Any) -> Boolean:
+    """The same condition, opaque to LLVM: for every ``if`` whose outcome differs between the lanes of a warp."""
+    return asm("mov.pred $0, $1;", "=b,b", [condition], [Boolean])
 
 
 # ---- arithmetic with a fixed rounding: the numerics contract names every one of them ----
@@ -130,6 +137,20 @@ def redux_min(x: Any) -> Uint32:
     return asm("redux.sync.min.u32 $0, $1, 0xffffffff;", "=r,r", [x], [Uint32])
 
 
+def ballot(condition: Any) -> Uint32:
+    return asm("vote.sync.ballot.b32 $0, $1, 0xffffffff;", "=r,b", [condition], [Uint32])
+
+
+def population(x: Any) -> Uint32:
+    return asm("popc.b32 $0, $1;", "=r,r", [x], [Uint32], side=False)
+
+
+def count_greater(count: Any, a: Any, b: Any) -> Uint32:
+    """count + (a > b), as one compare and one predicated add."""
+    text = "{ .reg .pred p; setp.gt.u32 p, $2, $3; mov.b32 $0, $1; @p add.u32 $0, $0, 1; }"
+    return asm(text, "=&r,r,r,r", [count, a, b], [Uint32], side=False)
+
+
 def shuffle_xor(x: Any, mask: int) -> Float32:
     return asm(f"shfl.sync.bfly.b32 $0, $1, {mask}, 0x1f, 0xffffffff;", "=f,f", [x], [Float32])
 
@@ -158,6 +179,10 @@ def load_shared_u32(address: Any) -> Uint32:
     return asm("ld.shared.b32 $0, [$1];", "=r,r", [address], [Uint32])
 
 
+def load_shared_u32x4(address: Any) -> tuple[Uint32, ...]:
+    return asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [address], [Uint32] * 4)
+
+
 def load_shared_f32x2(address: Any) -> tuple[Float32, Float32]:
     return asm("ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", [address], [Float32] * 2)
 
@@ -176,6 +201,10 @@ def store_shared_f32_if(condition: Any, address: Any, value: Any) -> None:
 
 def store_shared_u32(address: Any, value: Any) -> None:
     asm("st.shared.b32 [$0], $1;", "r,r", [address, value])
+
+
+def store_shared_u32_if(condition: Any, address: Any, value: Any) -> None:
+    asm("@$0 st.shared.b32 [$1], $2;", "b,r,r", [condition, address, value])
 
 
 def store_shared_zero16(address: Any) -> None:

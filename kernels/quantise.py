@@ -53,21 +53,27 @@ def unpack_bf16(word: Any) -> tuple[Float32, Float32]:
     return ptx.from_bits(word << Uint32(16)), ptx.from_bits(word & Uint32(0xFFFF0000))
 
 
-@cute.jit
-def quantise_token(
-    spec: cutlass.Constexpr[KernelSpec], base: Uint32, x: Int64, token: Uint32, part: Uint32, warp: Uint32, lane: Uint32, flags: Uint32
-) -> None:
-    """Consumer warp ``warp`` (0..3) quantises blocks warp, warp + 4, ... of this CTA's K part and stores their scales."""
-    split, shared = spec.split, spec.shared
-    rounds = -(-split.unit_blocks // 4)
+def load_token(spec: KernelSpec, x: Any, token: Any, part: Any, warp: Any, lane: Any) -> list[tuple[Any, Any]]:
+    """Consumer warp ``warp`` (0..3) asks for blocks warp, warp + 4, ... of this CTA's K part of the token: four BF16 per lane each.
+
+    Rounds beyond the last block ask for block 0 again.
+    """
+    split = spec.split
     first = token * Uint32(spec.hidden) + part * Uint32(split.unit_blocks * 128) + lane * Uint32(4)
     words = []
-    for i in cutlass.range_constexpr(rounds):  # all loads before the first use
+    for i in range(-(-split.unit_blocks // 4)):
         block = warp + Uint32(4 * i)
-        if cutlass.const_expr(4 * i + 3 >= split.unit_blocks):
+        if 4 * i + 3 >= split.unit_blocks:
             block = ptx.select(block < Uint32(split.unit_blocks), block, Uint32(0))
         words.append(ptx.load_global_b32x2(x + Int64(first + block * Uint32(128)) * Int64(2)))
-    for i in cutlass.range_constexpr(rounds):
+    return words
+
+
+@cute.jit
+def quantise_token(spec: cutlass.Constexpr[KernelSpec], base: Uint32, words: list[Any], warp: Uint32, lane: Uint32, flags: Uint32) -> None:
+    """Quantise what :func:`load_token` asked for; store the rows and their scales."""
+    split, shared = spec.split, spec.shared
+    for i in cutlass.range_constexpr(-(-split.unit_blocks // 4)):
         block = warp + Uint32(4 * i)
         if block < Uint32(split.unit_blocks):
             values = [*unpack_bf16(words[i][0]), *unpack_bf16(words[i][1])]
@@ -75,7 +81,7 @@ def quantise_token(
             scale = ptx.select((flags & Uint32(FLAG_UE8M0)) != Uint32(0), power_of_two_above(scale), scale)
             inverse = ptx.rcp(scale)
             store_block(spec, base, block, lane, ptx.fp8x4(*[ptx.mul(v, inverse) for v in values]))
-            if lane == Uint32(0):
+            if ptx.per_lane(lane == Uint32(0)):
                 ptx.store_shared_f32(base + Uint32(shared.x_scale) + block * Uint32(4), scale)
 
 
@@ -115,5 +121,5 @@ def quantise_hidden(spec: cutlass.Constexpr[KernelSpec], base: Uint32, warp: Uin
             act = [clamped_swiglu(gate[j], up[j], limit) for j in range(4)]
             scale = ptx.div(block_amax(act), Float32(FP8_MAX))
             store_block(spec, base, block, lane, ptx.fp8x4(*[ptx.div(a, scale) for a in act]))
-            if lane == Uint32(0):
+            if ptx.per_lane(lane == Uint32(0)):
                 ptx.store_shared_f32(base + Uint32(shared.hidden_scale) + block * Uint32(4), scale)

@@ -65,9 +65,71 @@ def selection_keys(spec: KernelSpec, logits: list[Any], bias: list[Any]) -> list
     return keys
 
 
+SCRATCH_BYTES = 512
+"""Shared memory that one routing warp needs: four arrays of 32 words."""
+_MANY = 16
+
+
 @cute.jit
-def choose(spec: cutlass.Constexpr[KernelSpec], keys: list[Any], lane: Uint32) -> Any:
-    """The expert of rank ``lane`` (meaningful in lanes below top_k): top_k rounds of a warp-wide maximum."""
+def choose(spec: cutlass.Constexpr[KernelSpec], keys: list[Any], lane: Uint32, scratch: Uint32) -> Any:
+    """The expert of rank ``lane`` (meaningful in lanes below top_k), by threshold and count; whole warp.
+
+    The top_k-th largest of the 32 lane maxima bounds the top_k-th key from below. The few keys at or above it (as a rule
+    8 to 12) are compacted in expert order by ballots and ranked by counting the larger ones, all ranks at once. Where more
+    than 16 pass, because many keys are equal, the serial rounds decide.
+
+    ``scratch``: 512 bytes of this warp's own: lane maxima | candidate keys | candidate experts | winners.
+    """
+    tops, candidates, experts, winners = (scratch + Uint32(128 * i) for i in range(4))
+    mine_at = lane * Uint32(4)
+    best = keys[0]
+    for j in cutlass.range_constexpr(1, len(keys)):
+        best = ptx.max_u32(best, keys[j])
+    ptx.store_shared_u32(tops + mine_at, best)
+    ptx.store_shared_u32(candidates + mine_at, Uint32(0))
+    ptx.store_shared_u32(winners + mine_at, Uint32(0))
+    ptx.sync_warp()
+    larger = [Uint32(0)] * 4  # four counters: one would be a chain of 32 dependent additions
+    for i in cutlass.range_constexpr(8):
+        others = ptx.load_shared_u32x4(tops + Uint32(16 * i))
+        for c in cutlass.range_constexpr(4):
+            larger[c] = ptx.count_greater(larger[c], others[c], best)
+    place = (larger[0] + larger[1]) + (larger[2] + larger[3])
+    threshold = ptx.redux_min(ptx.select(place < Uint32(spec.top_k), best, Uint32(0xFFFFFFFF)))
+    below = (Uint32(1) << lane) - Uint32(1)
+    count = Uint32(0)
+    for j in cutlass.range_constexpr(len(keys)):
+        passes = keys[j] >= threshold
+        votes = ptx.ballot(passes)
+        at = count + ptx.population(votes & below)
+        kept = passes & (at < Uint32(32))
+        ptx.store_shared_u32_if(kept, candidates + at * Uint32(4), keys[j])
+        ptx.store_shared_u32_if(kept, experts + at * Uint32(4), lane + Uint32(32 * j))
+        count = count + ptx.population(votes)
+    ptx.sync_warp()
+    mine = Uint32(0)
+    if count > Uint32(_MANY):
+        mine = choose_in_rounds(spec, keys, lane)
+    else:
+        key = ptx.load_shared_u32(candidates + mine_at)
+        better = [Uint32(0)] * 4
+        for i in cutlass.range_constexpr(_MANY // 4):
+            others = ptx.load_shared_u32x4(candidates + Uint32(16 * i))
+            for c in cutlass.range_constexpr(4):  # an equal key with a lower place, so a lower expert, is better
+                equal_counts = ptx.select(Uint32(4 * i + c) < lane, Uint32(1), Uint32(0))
+                better[c] = ptx.count_greater(better[c], others[c], key - equal_counts)
+        rank = (better[0] + better[1]) + (better[2] + better[3])
+        wins = (lane < count) & (rank < Uint32(spec.top_k))
+        known = ptx.select(lane < count, lane, Uint32(0))
+        ptx.store_shared_u32_if(wins, winners + rank * Uint32(4), ptx.load_shared_u32(experts + known * Uint32(4)))
+        ptx.sync_warp()
+        mine = ptx.load_shared_u32(winners + mine_at)
+    return mine
+
+
+@cute.jit
+def choose_in_rounds(spec: cutlass.Constexpr[KernelSpec], keys: list[Any], lane: Uint32) -> Any:
+    """The same by top_k rounds of a warp-wide maximum."""
     mine = Uint32(0)
     for rank in cutlass.range(spec.top_k, unroll=1):
         best = keys[0]
@@ -116,7 +178,7 @@ def store_routing(
     if const_expr(spec.renormalise):
         # 0/0: every chosen sigmoid underflowed. The scores say nothing, so the routes share the scale evenly.
         weight = ptx.select(total == Float32(0.0), ptx.div(scale, Float32(float(spec.top_k))), weight)
-    if lane == rank:
+    if ptx.per_lane(lane == rank):
         at = Int64(token * Uint32(spec.top_k) + rank) * Int64(4)
         ptx.store_global_u32(ids + at, chosen)
         ptx.store_global_f32(weights + at, weight)

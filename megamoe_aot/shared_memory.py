@@ -143,12 +143,11 @@ def barrier_counts(split: WorkSplit, engine: str, ring: int) -> dict[str, tuple[
     |---|---|---|
     | full[s] | producer's expect_tx arrive + the stage's TMA bytes | MMA (consumer warps on Hopper) |
     | empty[s] | MMA commit; on Hopper the four consumer warps | producer |
-    | routed | producer lane 0: the experts stand in shared memory | consumer warps |
     | sums | one expect_tx arrive + parts * tiles1 * 512 bytes of st.async | consumer warps |
     | operand (Blackwell) | four consumer warps: operand rows are written and fenced; phase 0 token, phase 1 hidden | MMA |
     | acc1[u], acc2[t] (Blackwell) | MMA commit: the accumulator of unit u / tile t is complete | consumer warps |
     """
-    common = {"full": (ring, 1), "empty": (ring, 4), "routed": (1, 1), "sums": (1, 1)}
+    common = {"full": (ring, 1), "empty": (ring, 4), "sums": (1, 1)}
     if engine == "hopper":
         return common
     return common | {
