@@ -1,6 +1,6 @@
 """One launch of every entry, for a memory checker:
 
-    compute-sanitizer --tool memcheck python -m benchmarks.sanitize [--entry SUBSTRING] [--tokens M]
+    compute-sanitizer --tool memcheck --report-api-errors no python -m benchmarks.sanitize [--entry SUBSTRING] [--tokens M]
 
 Run it from the repository root. Beside the kernel under test nothing but copies reaches the GPU: data are made on the CPU, so that the
 checker's time and findings are the kernel's. Exits with 1 if a launch did not choose the wanted experts or wrote no finite output.

@@ -144,6 +144,9 @@ def stream_weights(
             ptx.mbarrier_wait(barrier(spec, base, "empty", stage), parity)
             load_stage(spec, base, stage, w2, inner, row, outer, split.tile2_rows * 128)
             stage, parity = next_stage(spec, stage, parity)
+    for _ in cutlass.range(spec.shared.ring, unroll=1):  # no commit may still be on its way to this CTA's barriers when it exits
+        ptx.mbarrier_wait(barrier(spec, base, "empty", stage), parity)
+        stage, parity = next_stage(spec, stage, parity)
 
 
 @cute.jit

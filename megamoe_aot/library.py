@@ -87,9 +87,9 @@ def _kernel(library: Any, record: CubinRecord, device: int) -> Any:
 def _check_parameters(kernel: Any, record: CubinRecord) -> None:
     """The driver's view of the parameter list must be the one that launch.py passes."""
     sizes: list[int] = []
-    with contextlib.suppress(DriverCallError):  # the call fails at the first index that is no parameter
-        while len(sizes) <= len(PARAMETERS):
-            sizes.append(int(driver.call("cuKernelGetParamInfo", kernel, len(sizes))[1]))
+    with contextlib.suppress(DriverCallError):  # the call fails for an index that is no parameter
+        for index in range(len(PARAMETERS)):
+            sizes.append(int(driver.call("cuKernelGetParamInfo", kernel, index)[1]))
     if sizes != (expected := [parameter.size for parameter in PARAMETERS]):
         raise ManifestError(f"{record.symbol} takes parameters of {sizes} bytes, this version passes {expected}; {_REBUILD}")
 

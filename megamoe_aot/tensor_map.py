@@ -17,7 +17,7 @@ WEIGHT_ALIGNMENT = 16
 class TensorMapSpec:
     """A rank-3 map over bytes, without the address. Index 0 is the fastest dimension.
 
-    Always UINT8 elements, SWIZZLE_128B, no interleave, L2 promotion of 256 bytes, zeros out of bounds.
+    Always UINT8 elements, SWIZZLE_128B, no interleave, no L2 promotion (256 bytes cost 4 % on an H200), zeros out of bounds.
 
     | layout | dims | one box is |
     |---|---|---|
@@ -73,7 +73,7 @@ def encode(spec: TensorMapSpec, address: int) -> bytes:
         [api.cuuint32_t(1)] * 3,
         api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
         api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return ctypes.string_at(encoded.getPtr(), TENSOR_MAP_BYTES)

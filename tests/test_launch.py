@@ -103,7 +103,7 @@ def test_tensor_maps_reach_the_driver_as_the_layout_says(fake: FakeDriver, shape
             "steps": [1, 1, 1],
             "interleave": "CU_TENSOR_MAP_INTERLEAVE_NONE",
             "swizzle": "CU_TENSOR_MAP_SWIZZLE_128B",
-            "promotion": "CU_TENSOR_MAP_L2_PROMOTION_L2_256B",
+            "promotion": "CU_TENSOR_MAP_L2_PROMOTION_NONE",
             "fill": "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE",
         }
 
