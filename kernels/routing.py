@@ -147,18 +147,8 @@ def choose_in_rounds(spec: cutlass.Constexpr[KernelSpec], keys: list[Any], lane:
 
 
 @cute.jit
-def store_routing(
-    spec: cutlass.Constexpr[KernelSpec],
-    logits: Int64,
-    ids: Int64,
-    weights: Int64,
-    token: Uint32,
-    rank: Uint32,
-    chosen: Uint32,
-    lane: Uint32,
-    scale: Float32,
-) -> None:
-    """Write id and weight of the token's route ``rank``. ``chosen``: the expert of rank ``lane``. Whole warp."""
+def weigh(spec: cutlass.Constexpr[KernelSpec], logits: Int64, token: Uint32, chosen: Uint32, lane: Uint32, scale: Float32) -> Any:
+    """Whole warp: the weight of the token's route of rank ``lane``. ``chosen``: that route's expert."""
     row = token * Uint32(spec.experts)
     logit = without_nan(load_logit(spec, logits, row + chosen))
     if const_expr(spec.scoring == "softmax"):
@@ -178,6 +168,23 @@ def store_routing(
     if const_expr(spec.renormalise):
         # 0/0: every chosen sigmoid underflowed. The scores say nothing, so the routes share the scale evenly.
         weight = ptx.select(total == Float32(0.0), ptx.div(scale, Float32(float(spec.top_k))), weight)
+    return weight
+
+
+@cute.jit
+def store_routing(
+    spec: cutlass.Constexpr[KernelSpec],
+    logits: Int64,
+    ids: Int64,
+    weights: Int64,
+    token: Uint32,
+    rank: Uint32,
+    chosen: Uint32,
+    lane: Uint32,
+    scale: Float32,
+) -> None:
+    """Write id and weight of the token's route ``rank``. ``chosen``: the expert of rank ``lane``. Whole warp."""
+    weight = weigh(spec, logits, token, chosen, lane, scale)
     if ptx.per_lane(lane == rank):
         at = Int64(token * Uint32(spec.top_k) + rank) * Int64(4)
         ptx.store_global_u32(ids + at, chosen)
