@@ -3,6 +3,7 @@
     python build_kernels.py --all                      build everything, write cubins and manifest.json
     python build_kernels.py --entry h4096_i512         build the entries whose name contains this
     python build_kernels.py --all --check              rebuild, write nothing, compare with the lock in git
+    python build_kernels.py --record-validation FILE   note in the lock which GPU passed benchmarks/h200_correctness.py
 
 Exit status: 0 done, 1 a build or the check failed, 2 wrong arguments.
 """
@@ -25,6 +26,9 @@ from kernels.build.errors import BuildError
 from kernels.build.lock import FILE_NAME as LOCK_NAME
 from kernels.build.lock import Lock, differences
 from kernels.build.sources import source_digest
+from kernels.build.validation import validated
+from megamoe_aot.errors import ManifestError
+from megamoe_aot.manifest import Manifest
 from megamoe_aot.menu import menu_specs
 from megamoe_aot.spec import ARCHS, KernelSpec
 
@@ -41,10 +45,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--update-lock", action="store_true", help="write the lock from this build (needs --all, every arch)")
     parser.add_argument("--out", type=Path, default=ARTIFACTS, help="folder for cubins and manifest.json (default: artifacts)")
     parser.add_argument("--lock", type=Path, default=ARTIFACTS / LOCK_NAME, help="lock file (default: artifacts/manifest.lock.json)")
+    parser.add_argument("--record-validation", type=Path, metavar="FILE", help="results of a correctness run of this very build")
     parser.add_argument("--list", action="store_true", help="list the chosen entries (default: all) and build nothing")
     options = parser.parse_args(argv)
     options.whole_menu = options.all and not options.entry and not options.arch
-    if not (options.all or options.entry or options.list):
+    if not (options.all or options.entry or options.list or options.record_validation):
         parser.error("choose --all or --entry SUBSTRING; --list shows the entries")
     if options.all and options.entry:
         parser.error("--all and --entry exclude each other")
@@ -79,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             err.print(f"error: {error}", markup=False)
             return 1
         lock = None
+    if options.record_validation:
+        return record_validation(lock, options, out, err)
     digest = source_digest()
     built, failures = build_with_progress(options.selection, options.jobs, out)
     if failures:
@@ -100,6 +107,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         for difference in differences(lock, ours, options.whole_menu):
             err.print(f"warning: differs from the lock: {difference}", markup=False)
+    return 0
+
+
+def record_validation(lock: Lock | None, options: argparse.Namespace, out: Console, err: Console) -> int:
+    """Add the GPU of a correctness run to the lock; the exit status."""
+    try:
+        if lock is None:
+            raise ValueError("there is no lock; make one with --all --update-lock")
+        manifest = Manifest.load(options.out)
+        validated(lock, manifest, options.record_validation).save(options.lock)
+    except (OSError, KeyError, ValueError, ManifestError) as error:
+        err.print(f"error: {error}", markup=False)
+        return 1
+    out.print(f"wrote {options.lock}; build again to carry it into the manifest")
     return 0
 
 

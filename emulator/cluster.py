@@ -11,9 +11,9 @@ import numpy as np
 from .config import Arithmetic, Checks, Launch, Limits
 from .cta import Cta
 from .decode import Program
-from .findings import ABOUT_EXECUTION, Finding, Findings, Where
+from .findings import Finding, Findings, Where
 from .mbarrier import Mbarrier
-from .memory import SHARED_START, GlobalMemory, ParameterBlock, SharedMemory
+from .memory import GlobalMemory, ParameterBlock, SharedMemory
 from .report import Counts, Timeline
 from .sanitizer import Sanitizer
 from .scheduler import AsyncOp, Scheduler
@@ -56,7 +56,6 @@ class Cluster:
         self.rng = random.Random(f"{seed}/{index}")
         self.numpy_rng = np.random.default_rng(self.rng.getrandbits(64))
         self.findings = Findings(self.checks.disabled, limits.findings)
-        self.checked = checks is not None
         self.shared = SharedMemory(launch.ctas, program.static_shared + launch.dynamic_shared, self.checks.scramble_addresses)
         self.chunks = self.shared.data.reshape(-1, 16)
         self.barriers: dict[tuple[int, int], Mbarrier] = {}
@@ -114,13 +113,11 @@ class Cluster:
 
     def report(self, check: str, text: str) -> None:
         """Report a finding about the instruction that runs now."""
-        if self.checked or check in ABOUT_EXECUTION:
-            self.findings.add(check, text, self.where())
+        self.findings.add(check, text, self.where())
 
     def report_next(self, check: str, text: str) -> None:
         """The same, before the program counter moved."""
-        if self.checked:
-            self.findings.add(check, text, self.where(ahead=1))
+        self.findings.add(check, text, self.where(ahead=1))
 
     def label(self, offset: int) -> str:
         """A byte of dynamic shared memory, by the caller's name for it where there is one."""
@@ -137,6 +134,8 @@ class Cluster:
         warp = fragment.warp
         if self.sanitizer:
             self.sanitizer.exited(warp, lanes)
+        if self.barrier.owed.get(warp.number, 0) & lanes.bits:
+            self.report("A-CLUSTER-WAIT", "threads exit that arrived on the cluster barrier and never waited for it")
         for runnable in warp.exit(fragment, lanes.bits):
             self.scheduler.wake(runnable)
         self.release_cluster_barrier()
@@ -150,10 +149,16 @@ class Cluster:
             self.sanitizer.cta_exited(cta.rank, own)
         for barrier in own:
             if barrier.tx:
-                self.report("E-TX", f"at the exit of CTA {cta.rank}: {barrier.tx} bytes outstanding on {barrier.name} in phase {barrier.phase}")
+                text = f"at the exit of CTA {cta.rank}: {barrier.tx} bytes outstanding on {barrier.name}"
+                self.report("E-TX", f"{text} in phase {barrier.phase}")
             if barrier.pending != barrier.expected:
-                text = f"at the exit of CTA {cta.rank}: {barrier.name} has {barrier.expected - barrier.pending} of {barrier.expected} arrivals"
-                self.report("E-MBAR-PARTIAL", f"{text} in phase {barrier.phase}")
+                arrived = f"{barrier.expected - barrier.pending} of {barrier.expected} arrivals in phase {barrier.phase}"
+                self.report("E-MBAR-PARTIAL", f"at the exit of CTA {cta.rank}: {barrier.name} has {arrived}")
+        if late := [b.name for b in own if b.commits or b.committed > b.observed]:
+            text = f"CTA {cta.rank} exits although nobody waited for the last arrivals of tcgen05.commit on {', '.join(late)}"
+            self.report("A-COMMIT-EXIT", text)
+        if running := [w.index for w in cta.warps if w.wgmma and w.wgmma.queue]:
+            self.report("E-WGMMA", f"CTA {cta.rank} exits while MMAs of warps {running} are outstanding")
         if cta.tmem.allocations:
             self.report("E-T5-ALLOC", f"CTA {cta.rank} exits without freeing TMEM columns {cta.tmem.allocations}")
 

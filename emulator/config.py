@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,6 +133,7 @@ class MapSpec(Protocol):
     @property
     def strides(self) -> tuple[int, ...]:
         """Bytes between neighbours of dimensions 1, 2, ..."""
+
     @property
     def box(self) -> tuple[int, ...]: ...
 
@@ -218,12 +219,18 @@ class Checks:
 
     disabled: frozenset[str] = frozenset()
     """Ids that are not reported."""
-    st_async_releases: Literal["data", "reads", "all"] = "reads"
+    st_async_releases: Literal["data", "reads", "all"] = "data"
     """What the waiter of a barrier learns from a st.async that completed on it, beside the stored bytes.
 
-    data: nothing. reads: also that MMAs which the issuing thread knew to be complete have read their operands (their results
-    went into the stored value, so the reads are over; the PTX text does not say so). all: everything before the st.async in
-    program order.
+    data: nothing, as for a bulk copy. reads: also that MMAs which the issuing thread knew to be complete have read their
+    operands (physically they have if their results went into the stored value; PTX does not say so). all: everything before
+    the st.async in program order.
+    """
+    commit_releases: Literal["operands", "all"] = "operands"
+    """What the waiter of a barrier learns from a tcgen05.commit that arrived on it, beside the completion of the MMAs.
+
+    operands: that the asynchronous copies which the issuing thread had waited for are over (the MMAs read their bytes).
+    all: whatever the issuing thread had acquired; PTX does not say that a commit releases it.
     """
     spurious_wait: float = 1 / 32
     """Probability that a try_wait that has to wait returns False at once, as its time limit allows."""
@@ -232,16 +239,15 @@ class Checks:
 
 
 OFF = None
-"""Pass ``checks=OFF`` to run without the sanitizer (errors that make execution meaningless are still reported)."""
+"""Pass ``checks=OFF`` to run without the sanitizer: no happens-before and no initialisation of memory; what execution itself
+notices (bad addresses, descriptors, barrier counts, deadlock ...) is still reported."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Where to give up."""
 
-    instructions: int = 20_000_000
-    """Warp instructions of one cluster; beyond it the run is reported as a livelock."""
+    instructions: int = 5_000_000
+    """Warp instructions of one cluster, about; beyond it the run is reported as a livelock."""
     findings: int = 200
     """Different findings of one cluster; further ones are counted only."""
-
-

@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .config import Dim3
-from .decode import NONE, Program
+from .decode import Program
 from .tmem import TensorMemory
 from .warp import LANES, Fragment, Warp
 
 if TYPE_CHECKING:
     from .cluster import Cluster
 
-__all__ = ["NONE", "Cta", "NamedBarrier"]
-
 
 @dataclasses.dataclass
 class NamedBarrier:
-    """A bar.sync barrier in use: ``count`` threads of ``waiting`` have yet to come when ``arrived`` < count."""
+    """A bar.sync barrier in use: it opens when ``arrived`` threads are ``count``."""
 
     count: int
     arrived: int = 0
@@ -60,7 +58,7 @@ class Cta:
         return values | {"%cluster_ctarank": self.rank, "%cluster_nctarank": launch.ctas}
 
     def special(self, name: str, warp: Warp) -> Any:
-        """Value(s) of a special register. Raises NotImplementedError for an unknown one."""
+        """Value(s) of one of ``decode.SPECIAL_REGISTERS``."""
         thread = warp.index * LANES + np.arange(LANES)
         x, y, _ = self.cluster.launch.block
         per_thread = {"%tid.x": thread % x, "%tid.y": thread // x % y, "%tid.z": thread // (x * y), "%laneid": thread % LANES}
@@ -68,9 +66,7 @@ class Cta:
             return per_thread[name]
         if name == "%warpid":
             return self._warp_ids[warp.index]
-        if name in self._special:
-            return self._special[name]
-        raise NotImplementedError(f"special register {name}")
+        return self._special[name]
 
 
 def _divide(a: Dim3, b: Dim3) -> Dim3:

@@ -23,6 +23,11 @@ DTYPES = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {1: np.bool_, 8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 _FLOAT = {1: np.bool_, 8: np.uint8, 16: np.float16, 32: np.float32, 64: np.float64}
 
+_DIMENSIONS = ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")
+SPECIAL_REGISTERS = {f"%{name}.{axis}" for name in _DIMENSIONS for axis in "xyz"} | {
+    "%laneid", "%warpid", "%cluster_ctarank", "%cluster_nctarank"
+}  # fmt: skip
+
 NONE = -1
 """Register index of ``_``."""
 
@@ -114,13 +119,13 @@ class Layout:
     def fill(self, warp: Warp) -> None:
         """Create a warp's register file. Registers start as all ones."""
         for width, count in self._runs:
-            storage = np.full((count, LANES), -1, _SIGNED[width])
+            storage: Any = np.full((count, LANES), -1, _SIGNED[width])
             warp.u += list(storage.view(DTYPES[width]))
             warp.s += list(storage)
             warp.f += list(storage.view(_FLOAT[width]))
         for constant in self._constants:
             value = self._value(constant, warp)
-            array = np.empty(LANES, DTYPES[constant.width])
+            array: Any = np.empty(LANES, DTYPES[constant.width])
             array[:] = value
             array.flags.writeable = False
             warp.u.append(array)
@@ -163,6 +168,8 @@ class Decoder:
         self.here = 0
         """Index of the instruction at hand."""
         self.granule = 4
+        self.accumulators: set[int] = set()
+        """Registers that wgmma accumulates in."""
         self._reads: list[int] = []
         self._writes: list[int] = []
         self._shared: dict[str, int] = {}
@@ -177,18 +184,21 @@ class Decoder:
     def program(self) -> Program:
         """Decode all instructions. Raises PtxError for anything unknown."""
         ops = []
-        for self.here, self.instruction in enumerate(self.kernel.instructions):
-            instruction = self.instruction
+        for index, instruction in enumerate(self.kernel.instructions):
+            self.here, self.instruction = index, instruction
             self._reads, self._writes = [], []
-            builder = OPCODES.get(instruction.opcode)
-            if builder is None:
+            if instruction.opcode not in OPCODES:
                 self.fail(f"unknown instruction {instruction.opcode}")
+            builder = OPCODES[instruction.opcode]
             guard, negated = NONE, False
             if instruction.guard and not instruction.opcode.startswith("bra"):
                 guard, negated = self.register(Reg(instruction.guard[0]), 1), instruction.guard[1]
                 self._reads.append(guard)
             execute = builder(self, instruction)
             ops.append(Op(execute, guard, negated, tuple(self._reads), tuple(self._writes), instruction))
+        for op in ops:
+            if touched := self.accumulators.intersection(op.writes):
+                op.execute = _noting(op.execute, touched)
         pairs = contractions(self.kernel.instructions)
         return Program(self.kernel, ops, self.meeting, self.layout, self.static_shared, self.granule, pairs)
 
@@ -204,17 +214,18 @@ class Decoder:
             self.fail(f"{count} operands expected, got {len(operands)}")
         return operands
 
-    def register(self, operand: Operand, width: int) -> int:
-        """Index of a declared register of this width."""
+    def register(self, operand: Operand, width: int, wider: bool = False) -> int:
+        """Index of a declared register of this width; ``wider``: or of a larger one, as loads and stores allow."""
         if not isinstance(operand, Reg) or operand.name not in self.layout.index:
             self.fail(f"{operand} is not a declared register")
         assert isinstance(operand, Reg)
         index = self.layout.index[operand.name]
-        if self.layout.widths[index] != width:
-            self.fail(f"register {operand.name} has {self.layout.widths[index]} bits; {width} expected")
+        has = self.layout.widths[index]
+        if has < width or (has > width and not wider):
+            self.fail(f"register {operand.name} has {has} bits; {width} expected")
         return index
 
-    def source(self, operand: Operand, width: int) -> int:
+    def source(self, operand: Operand, width: int, wider: bool = False) -> int:
         """Index of a value to read: register, literal, special register or shared variable's address."""
         if isinstance(operand, Imm):
             if operand.float_width and operand.float_width != width:
@@ -223,27 +234,23 @@ class Decoder:
             return self.layout.constant(Constant("literal", value, width))
         if isinstance(operand, Symbol) and operand.name in self._shared:
             return self.layout.constant(Constant("shared", self._shared[operand.name], width))
-        if isinstance(operand, Reg) and operand.name not in self.layout.index:
+        if isinstance(operand, Reg) and operand.name in SPECIAL_REGISTERS:
             return self.layout.constant(Constant("special", operand.name, width))
-        index = self.register(operand, width)
+        index = self.register(operand, width, wider)
         self._reads.append(index)
         return index
 
-    def result(self, operand: Operand, width: int) -> int:
+    def result(self, operand: Operand, width: int, wider: bool = False) -> int:
         """Index of a register to write; NONE for ``_``."""
         if isinstance(operand, Discard):
             return NONE
-        index = self.register(operand, width)
+        index = self.register(operand, width, wider)
         self._writes.append(index)
         return index
 
     def late_result(self, operand: Operand, width: int) -> int:
         """A register that an asynchronous instruction writes later."""
         return self.register(operand, width)
-
-    def late_source(self, index: int) -> None:
-        """A register that is read under a condition: the closure checks it itself."""
-        self._reads.remove(index)
 
     def vector(self, operand: Operand, count: int) -> tuple[Operand, ...]:
         """Items of a vector; a scalar counts as a vector of one."""
@@ -276,6 +283,16 @@ class Decoder:
             self.fail(f"{operand} is not a label")
         assert isinstance(operand, Label)
         return operand.target
+
+
+def _noting(execute: Execute, registers: set[int]) -> Execute:
+    """An ordinary write to wgmma accumulators asks for a wgmma.fence before the next MMA."""
+
+    def noted(fragment: Fragment, lanes: Lanes) -> Signal | None:
+        fragment.warp.unfenced |= registers
+        return execute(fragment, lanes)
+
+    return noted
 
 
 def contractions(code: tuple[Instruction, ...]) -> list[tuple[Instruction, Instruction]]:

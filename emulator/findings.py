@@ -34,19 +34,23 @@ CATALOGUE: dict[str, tuple[Severity, str]] = {
     # execution
     "E-DEADLOCK": ("error", "nothing can run, or the instruction limit is reached"),
     "E-SYNC": ("error", "a warp-collective instruction with lanes missing, or a barrier used with different counts"),
+    "A-CONVERGE": (
+        "assumption",
+        "an .aligned instruction after a divergent branch without bar.warp.sync: PTX does not promise that lanes meet",
+    ),
+    "A-CLUSTER-WAIT": ("assumption", "a thread exits that arrived on the cluster barrier and never waited for it"),
     "E-CONTRACT": ("error", "mul.f32 without .rn feeding an add without .rn: ptxas may fuse them"),
     # tensor cores
     "E-DESC": ("error", "an operand descriptor or instruction descriptor that the hardware does not define"),
     "E-T5-ALLOC": ("error", "TMEM allocation rules broken: size, growth, permit, missing or double dealloc, access outside"),
     "E-T5-ORDER": ("error", "tcgen05 accesses without the commit, wait::ld or tcgen05.fence that orders them"),
+    "A-T5-ALLOC-FENCE": ("assumption", "TMEM used by another warp than the allocating one without tcgen05 fences since the alloc"),
+    "A-COMMIT-EXIT": ("assumption", "a CTA exits although nobody waited for the last arrivals of tcgen05.commit on one of its mbarriers"),
     "E-T5-LANE": ("error", "tcgen05.ld outside the warp's lane quarter, or with a non-uniform address"),
     "E-T5-ISSUE": ("error", "MMA or commit from several lanes, or a commit by a thread that issued no MMA while others did"),
     "E-WGMMA": ("error", "wgmma registers used before wait_group, missing wgmma.fence, or warps of a group disagree"),
     "E-TMA": ("error", "TMA with a bad tensor map, coordinates, alignment, or a barrier in another CTA"),
 }
-
-ABOUT_EXECUTION = frozenset({"E-DEADLOCK"})
-"""Reported even when the sanitizer is off."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,13 @@ class Mbarrier:
     phase: int = 0
     """Number of completed phases; the current phase has parity ``phase & 1``."""
     waiters: list[Any] = dataclasses.field(default_factory=list)
-    """Parked fragments."""
+    """(parked fragment, its wait)."""
     observed: int = -1
     """Latest phase of which somebody saw the completion."""
+    commits: int = 0
+    """tcgen05.commits that have been issued and have not arrived."""
+    committed: int = -1
+    """Latest phase in which one arrived."""
     clock: Any = None
     """What the sanitizer keeps about it."""
 

@@ -57,7 +57,8 @@ class SharedMemory:
     def map_to(self, addresses: NDArray[np.uint32], ranks: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """``mapa``: the same offsets in other CTAs; a rank that does not exist gives a window that does not exist either."""
         codes = np.array([*self.codes, 255], np.uint32)[np.minimum(ranks, self.ctas)]
-        return (addresses & ((1 << CODE_SHIFT) - 1)) | codes << CODE_SHIFT
+        mapped: NDArray[np.uint32] = (addresses & np.uint32((1 << CODE_SHIFT) - 1)) | codes << np.uint32(CODE_SHIFT)
+        return mapped
 
     def problem(self, rank: int, offset: int, size: int, align: int) -> str | None:
         """Why the ``size`` bytes at (rank, offset) may not be accessed; None where they may."""

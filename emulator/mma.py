@@ -122,6 +122,13 @@ def operand_chunks(operand: Operand, first: int, rows: int) -> NDArray[np.int64]
     return operand.start + row // 8 * operand.stride + row % 8 * 16 + chunk * operand.leading
 
 
+@lru_cache(maxsize=4096)
+def operand_granules(a: Operand, b: Operand, first: int, m: int, n: int, granule: int) -> NDArray[np.int64]:
+    """Granules (``granule`` bytes each) of one CTA that a K step reads: rows first .. first+m-1 of A and n rows of B."""
+    chunks = np.concatenate([operand_chunks(a, first, m).ravel(), operand_chunks(b, 0, n).ravel()])
+    return (chunks[:, None] // granule + np.arange(16 // granule)).ravel()
+
+
 # ---- arithmetic ----
 
 _SMALLEST = -133

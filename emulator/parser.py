@@ -311,7 +311,7 @@ class _Body:
             parser.shared_variable()
             return
         text, start = parser.statement()
-        if text.startswith(".pragma"):
+        if text.startswith('.pragma "'):
             return
         match = _REGISTERS.fullmatch(text)
         if not match or match[1] not in WIDTHS:

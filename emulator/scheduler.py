@@ -65,9 +65,15 @@ class Scheduler:
             fragment.queued = True
             self.ready.append(fragment)
 
-    def park(self, fragment: Fragment, label: str, describe: Callable[[], str]) -> None:
+    def park(self, fragment: Fragment, label: str, describe: Callable[[], str]) -> Wait:
         """The fragment waits until somebody wakes it."""
         fragment.waiting = Wait(describe, label, self.step)
+        return fragment.waiting
+
+    def resume(self, fragment: Fragment, wait: Wait) -> None:
+        """Wake the fragment if it is still in that wait: it may have waited for several things, or gone on."""
+        if fragment.waiting is wait:
+            self.wake(fragment)
 
     def submit(self, op: AsyncOp) -> None:
         """The operation happens at some later time."""

@@ -66,7 +66,7 @@ class Join:
 class Fragment:
     """Lanes of one warp at one program counter: what the scheduler runs."""
 
-    __slots__ = ("join", "join_pc", "lanes", "pc", "queued", "s", "u", "waiting", "warp", "f")
+    __slots__ = ("f", "join", "join_pc", "lanes", "pc", "queued", "s", "u", "waiting", "warp")
 
     def __init__(self, warp: Warp, pc: int, lanes: Lanes, join: Join | None) -> None:
         self.warp = warp
@@ -89,6 +89,9 @@ class RegisterWait:
     check: str
     """Id of the finding for a use too early."""
     bits: int
+    """Lanes."""
+    number: int
+    """Which of the warp's asynchronous instructions it is."""
 
 
 class Warp:
@@ -115,7 +118,16 @@ class Warp:
         self.fragments: list[Fragment] = [Fragment(self, 0, lanes_of(self.live), None)]
         self.sync_wait: list[tuple[Fragment, int]] = []
         """Fragments in bar.warp.sync, with their member masks."""
-        self.clock: WarpClock | None = None
+        self.clock: WarpClock
+        """Exists only under the sanitizer, which sets it."""
+        self.merged = False
+        """Lanes have met after a divergent branch, and no barrier has aligned them since."""
+        self.unfenced: set[int] = set()
+        """wgmma accumulators that ordinary instructions wrote since the last wgmma.fence."""
+        self.wgmma: Any = None
+        """State of isa.wgmma."""
+        self.tcgen05: Any = None
+        """State of isa.tcgen05."""
 
     def thread(self, lane: int) -> int:
         """Thread index in the CTA."""
@@ -173,5 +185,6 @@ class Warp:
             return []
         merged = Fragment(self, join.pc, lanes_of(join.arrived), join.outer)
         join.arrived = 0
+        self.merged = True
         self.fragments.append(merged)
         return self.arrive(merged) if merged.pc == merged.join_pc else [merged]

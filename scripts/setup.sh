@@ -24,5 +24,5 @@ fi
 mkdir -p artifacts  # a package folder of the project, empty until the first build
 pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet)
 .venv/bin/python -c 'import torch' 2>/dev/null || "${pip[@]}" "$torch"
-"${pip[@]}" --editable '.[build,test,dev]'
+"${pip[@]}" --editable '.[build,test,verify,dev]'
 printf '%s\n' "$wanted" >"$stamp"

@@ -301,11 +301,17 @@ def test_entries_that_share_code_share_the_cubin(tmp_path: Path) -> None:
     assert len(orders) == 2 and len({cubin for _, cubin in orders}) == 1
 
 
-def test_two_codes_may_not_share_a_name() -> None:
-    """``tokens`` is compiled in, but not part of the name."""
+def test_token_counts_share_a_code() -> None:
+    """M is a launch argument: an entry for more tokens adds no cubin."""
     larger = (LEAD, dataclasses.replace(SPEC, tokens=32))
+    assert jobs.codes_of([*LEAD_ENTRIES, larger]).keys() == jobs.codes_of(LEAD_ENTRIES).keys()
+
+
+def test_two_codes_may_not_share_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that is compiled in but missing from the name would let one cubin stand in for another."""
+    monkeypatch.setattr(KernelSpec, "code_name", "same")
     with pytest.raises(BuildError, match="two codes have this name"):
-        jobs.codes_of([*LEAD_ENTRIES, larger])
+        jobs.codes_of(LEAD_ENTRIES)
 
 
 # ---- the lock ----

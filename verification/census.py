@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -32,7 +33,8 @@ from megamoe_aot.manifest import Manifest
 from .disassembly import SassInstruction, disassemble
 
 RULES = {
-    "retry copy": "Blackwell: the first attempt of a wait stays in line, the retry loop is a second copy after the kernel's end",
+    "retry copy": "the first attempt of a wait stays in line, the retry loop is a second copy after the kernel's end",
+    "peeled round": "the first round of the loop over ranks stands in front of the loop, as a copy",
     "no cluster": "barrier.cluster becomes bar.sync 0 on a second path, for a launch without clusters",
     "cluster acquire": "acquire at cluster scope invalidates the L1 after the wait (CCTL.IVALL)",
     "init run": "one fence orders a run of mbarrier.init before the barriers' use by the async proxy; fence.mbarrier_init adds nothing",
@@ -50,6 +52,9 @@ RULES = {
     "aligned": "an .aligned instruction after code that may diverge gets a WARPSYNC.ALL before it",
     "group end": "the group ends with its last MMA: a flag (gsb0) on QGMMA",
 }
+
+CHOICES = ("retry copy", "peeled round")
+"""Rules that ptxas applies to a whole kernel or not at all: the census finds out which, and every line must agree."""
 
 Predicate = Callable[[Entry, Statement], bool]
 
@@ -79,6 +84,15 @@ def _first_of_run(entry: Entry, s: Statement) -> bool:
         if before.parts[0] not in ("add", "mov") or before.labels:
             return True
     return True
+
+
+def _in_loop(counted: Predicate) -> Predicate:
+    """Those that stand inside a backward branch's range."""
+
+    def within(entry: Entry, s: Statement) -> bool:
+        return counted(entry, s) and any(b.index > s.index >= entry.labels[b.operands[0]] for b in entry.find("bra"))
+
+    return within
 
 
 def _constant_divisor(entry: Entry, s: Statement) -> bool:
@@ -127,6 +141,9 @@ COUNTERS: dict[str, Predicate] = {
     "griddepcontrol.launch_dependents": _is("griddepcontrol.launch_dependents"),
     "redux max": _is("redux.sync.max"),
     "redux min": _is("redux.sync.min"),
+    "redux max in a loop": _in_loop(_is("redux.sync.max")),
+    "redux min in a loop": _in_loop(_is("redux.sync.min")),
+    "vote.ballot": _is("vote.sync.ballot"),
     "shfl.idx": _is("shfl.sync.idx"),
     "shfl of warp index": _warp_index_shuffle,
     "shfl.bfly": _is("shfl.sync.bfly"),
@@ -158,8 +175,6 @@ class Term:
     counter: str
     factor: int = 1
     rule: str | None = None
-    arch: str | None = None
-    """None: on every target."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +190,6 @@ class Line:
     """Rule by which there may be fewer than the terms say; None: the number is exact."""
 
 
-BLACKWELL = "sm_100f"
 _TMEM = "tmem bookkeeping"
 
 LINES = (
@@ -192,7 +206,6 @@ LINES = (
     Line("TMEM bitmap, set", r"ATOMS\.OR", (Term("tcgen05.alloc", 2, _TMEM),)),
     Line("TMEM bitmap, clear", r"ATOMS\.AND", (Term("tcgen05.dealloc", 2, _TMEM),)),
     Line("TMEM bitmap, reduce", r"REDUX", (Term("tcgen05.dealloc", 2, _TMEM),)),
-    Line("TMEM bitmap, vote", r"VOTEU\.ANY", (Term("tcgen05.dealloc", 1, _TMEM),)),
     Line("TMEM allocate, wait", r"NANOSLEEP", (Term("tcgen05.alloc", 1, _TMEM),)),
     Line("TMEM allocate, order", r"DEPBAR\.LE", (Term("tcgen05.alloc", 2, _TMEM),)),
     Line("TMA load, 3-D", r"UTMALDG\.3D", (Term("TMA load 3d"),)),
@@ -210,12 +223,12 @@ LINES = (
     Line("mbarrier arrive + expect_tx", r"SYNCS\.ARRIVE\.TRANS64", (Term("arrive.expect_tx"),)),
     Line("mbarrier try_wait", r"SYNCS\.PHASECHK\.TRANS64\.TRYWAIT", (
         Term("try_wait"),
-        Term("try_wait", 1, "retry copy", BLACKWELL),
+        Term("try_wait", 1, "retry copy"),
     )),
     Line("L1 invalidation", r"CCTL\.IVALL", (
         Term("cluster.wait", 1, "cluster acquire"),
         Term("try_wait.cluster", 1, "cluster acquire"),
-        Term("try_wait.cluster", 1, "retry copy", BLACKWELL),
+        Term("try_wait.cluster", 1, "retry copy"),
     )),
     Line("CTA memory fence", r"MEMBAR\.ALL\.CTA", (Term("fence.proxy.async"),)),
     Line("proxy fence", r"FENCE\.VIEW\.ASYNC\.S", (Term("fence.proxy.async"), Term("mbarrier.init run", 1, "init run"))),
@@ -229,8 +242,9 @@ LINES = (
     ), at_most="converged"),
     Line("grid dependency wait", r"ACQBULK", (Term("griddepcontrol.wait"),)),
     Line("grid dependency launch", r"PREEXIT", (Term("griddepcontrol.launch_dependents"),)),
-    Line("warp maximum", r"C?REDUX\.MAX", (Term("redux max"),)),
-    Line("warp minimum", r"C?REDUX\.MIN", (Term("redux min"),)),
+    Line("warp maximum", r"C?REDUX\.MAX", (Term("redux max"), Term("redux max in a loop", 1, "peeled round"))),
+    Line("warp minimum", r"C?REDUX\.MIN", (Term("redux min"), Term("redux min in a loop", 1, "peeled round"))),
+    Line("warp vote", r"VOTE\.ANY", (Term("vote.ballot"),)),
     Line("shuffle from a lane", r"SHFL\.IDX", (Term("shfl.idx"), Term("shfl of warp index", -1, "warp index"))),
     Line("shuffle butterfly", r"SHFL\.BFLY", (Term("shfl.bfly"),)),
     Line("global load, 2 bytes", r"LDG\.E\.U16", (Term("ld.global 2"),)),
@@ -275,22 +289,20 @@ WITHOUT_SASS = {
 """Counters that matter, but that have no SASS instruction of their own -> rule."""
 
 PLAIN_PTX = frozenset(
-    "abs add and bra cvt cvta fma ld.param mad max min mov mul neg not or ret selp setp shl shr sub xor".split(),
+    "abs add and bra cvt cvta fma ld.param mad max min mov mul neg not or popc ret selp setp shl shr sub xor".split(),
 )
 """PTX opcodes without an effect outside registers and the program counter."""
 
 PLAIN_SASS = re.compile(
     r"(FADD|FMUL|FFMA|FMNMX3?|FSEL|FSETP|HFMA2|F2I|I2FP"
-    r"|IADD3|IMAD|ISETP|LEA|LOP3|MOV|PRMT|SEL|SHF|VIADD|VIMNMX3?|P2R|PLOP3|CS2R|S2R|S2UR|R2UR"
+    r"|IADD3|IMAD|ISETP|LEA|LOP3|MOV|POPC|PRMT|SEL|SHF|VIADD|VIMNMX3?|P2R|PLOP3|CS2R|S2R|S2UR|R2UR"
     r"|UIADD3|UIMAD|UISETP|ULEA|ULOP3|UMOV|UPLOP3|USEL|USHF|UFLO"
-    r"|VOTEU\.ALL"  # a predicate that is the same in all lanes, moved to a uniform one
+    r"|VOTEU\.(ALL|ANY)"  # makes a uniform value of a predicate
     r"|LDC|LDCU|ULDC|BRA|BSSY|BSYNC|EXIT|NOP|YIELD|ENDCOLLECTIVE)(\..*)?"
 )
 """SASS opcodes without an effect outside registers, constant bank and program counter."""
 
-SLOW_PATHS = re.compile(
-    r"\$__internal_\d+_\$__cuda_sm\w+_(rcp_rn_f32_slowpath|div_rn_noftz_f32_slowpath|tcgen05_guardrail_trap_\w+)"
-)
+SLOW_PATHS = re.compile(r"\$__internal_\d+_\$__cuda_sm\w+_(rcp_rn_f32_slowpath|div_rn_noftz_f32_slowpath|tcgen05_guardrail_trap_\w+)")
 """Functions that ptxas may add to a kernel."""
 _PLAIN_IN_SLOW_PATH = re.compile(rf"({PLAIN_SASS.pattern})|MUFU\.(RCP|RSQ)|RET\.REL\.NODEC|BPT\.TRAP")
 
@@ -317,19 +329,26 @@ class Census:
     problems: tuple[str, ...]
 
 
-def take_census(code: str, arch: str, symbol: str, ptx: str, sass: Sequence[SassInstruction]) -> Census:
-    """Compare one kernel's PTX with its SASS."""
+def take_census(code: str, symbol: str, ptx: str, sass: Sequence[SassInstruction]) -> Census:
+    """Compare one kernel's PTX with its SASS, under those of the compiler's CHOICES that leave the fewest lines unexplained."""
     entry = read_entry(ptx, symbol)
     counts = {name: sum(counted(entry, s) for s in entry.statements) for name, counted in COUNTERS.items()}
     body = [i for i in sass if i.function == symbol]
-    rows = tuple(row for line in LINES if (row := _row(line, arch, counts, body)) is not None)
+    made = [set(itertools.compress(CHOICES, chosen)) for chosen in itertools.product((False, True), repeat=len(CHOICES))]
+    attempts = [_rows(counts, body, set(CHOICES) - choices) for choices in made]
+    rows = min(attempts, key=lambda rows: sum(not row.ok for row in rows))
     problems = [f"{r.what}: the PTX explains {r.expected} SASS instructions, there are {r.sass}" for r in rows if not r.ok]
     problems += _unknown_ptx(entry) + _unknown_sass(symbol, sass)
     return Census(code, rows, tuple(problems))
 
 
-def _row(line: Line, arch: str, counts: dict[str, int], body: Iterable[SassInstruction]) -> Row | None:
-    terms = [t for t in line.terms if t.arch in (None, arch) and counts[t.counter]]
+def _rows(counts: dict[str, int], body: Iterable[SassInstruction], unused: set[str]) -> tuple[Row, ...]:
+    """All lines that have anything to count; terms whose rule is unused do not count."""
+    rows = (_row(line, [t for t in line.terms if counts[t.counter] and t.rule not in unused], counts, body) for line in LINES)
+    return tuple(row for row in rows if row is not None)
+
+
+def _row(line: Line, terms: Sequence[Term], counts: dict[str, int], body: Iterable[SassInstruction]) -> Row | None:
     expected = sum(t.factor * counts[t.counter] for t in terms)
     found = sum(re.fullmatch(line.sass, i.opcode) is not None and line.operands in i.operands for i in body)
     if not terms and not found:
@@ -377,7 +396,7 @@ def census_of(manifest: Manifest, sha256: str) -> Census:
     """The census of one artifact of a build."""
     record = manifest.cubins[sha256]
     sass = disassemble(manifest.read_cubin(sha256))
-    return take_census(record.code, record.arch, record.symbol, read_ptx(manifest, sha256), sass)
+    return take_census(record.code, record.symbol, read_ptx(manifest, sha256), sass)
 
 
 def table_of(census: Census) -> Table:

@@ -10,6 +10,7 @@ from ..cluster import Cluster
 from ..cta import NamedBarrier
 from ..decode import NONE, Decoder, Execute, Signal, opcode
 from ..mbarrier import MAX_COUNT, Mbarrier
+from ..memory import SHARED_START
 from ..parser import Discard, Instruction
 from ..warp import Fragment, Lanes, lanes_of
 from .common import assign
@@ -36,7 +37,7 @@ def find(cluster: Cluster, address: int, cta: int, remote_allowed: bool, what: s
         return None
     barrier = cluster.barriers.get((rank, offset))
     if barrier is None:
-        cluster.report("E-MBAR-UNINIT", f"{what}: no mbarrier at {cluster.label(offset - 0x400)} of CTA {rank}")
+        cluster.report("E-MBAR-UNINIT", f"{what}: no mbarrier at {cluster.label(offset - SHARED_START)} of CTA {rank}")
     return barrier
 
 
@@ -63,8 +64,8 @@ def complete(cluster: Cluster, barrier: Mbarrier) -> None:
         cluster.sanitizer.barriers.completed(barrier)
     cluster.timeline.add("phase", barrier.cta, barrier.name, cluster.scheduler.step, cluster.scheduler.step, str(barrier.phase - 1))
     waiters, barrier.waiters = barrier.waiters, []
-    for fragment in waiters:
-        cluster.scheduler.wake(fragment)
+    for fragment, wait in waiters:
+        cluster.scheduler.resume(fragment, wait)
 
 
 def _addresses(fragment: Fragment, base: int, offset: int) -> Any:
@@ -96,7 +97,7 @@ def _init(decoder: Decoder, instruction: Instruction) -> Execute:
                 continue
             if (rank, at) in cluster.barriers:
                 cluster.report("E-MBAR-REINIT", f"mbarrier.init of a live mbarrier: {cluster.barriers[rank, at]}")
-            barrier = Mbarrier(rank, at, cluster.label(at - 0x400), arrivals, arrivals)
+            barrier = Mbarrier(rank, at, cluster.label(at - SHARED_START), arrivals, arrivals)
             cluster.barriers[rank, at] = barrier
             if cluster.sanitizer:
                 cluster.sanitizer.barriers.initialised(barrier, fragment.warp.clock, lanes_of(1 << int(lane)))
@@ -127,13 +128,7 @@ def _inval(decoder: Decoder, instruction: Instruction) -> Execute:
     return execute
 
 
-_SEMANTICS = {
-    "": ("release", "cta"),
-    ".release.cta": ("release", "cta"),
-    ".release.cluster": ("release", "cluster"),
-    ".relaxed.cta": ("relaxed", "cta"),
-    ".relaxed.cluster": ("relaxed", "cluster"),
-}
+_SEMANTICS = ("", ".release.cta", ".release.cluster", ".relaxed.cta", ".relaxed.cluster")
 
 
 def _arrive_names(operation: str) -> list[str]:
@@ -151,6 +146,7 @@ def _arrive(decoder: Decoder, instruction: Instruction) -> Execute:
     number = decoder.source(operands.pop(0), 32) if operands else NONE
     remote = "shared::cluster" in instruction.opcode
     relaxed = ".relaxed" in instruction.opcode or not arrives
+    cluster_scope = ".release.cluster" in instruction.opcode
     if operands:
         decoder.fail("too many operands")
 
@@ -168,7 +164,8 @@ def _arrive(decoder: Decoder, instruction: Instruction) -> Execute:
                 if barrier.cta != rank:
                     cluster.sanitizer.remote_access(warp.clock, one, np.array([barrier.cta]))
                 cluster.sanitizer.barriers.used(barrier, warp.clock, one, "local" if barrier.cta == rank else "remote")
-                warp.clock.release(one, barrier.clock.arriving, relaxed)
+                # a release of CTA scope, which is the default, orders nothing for another CTA
+                warp.clock.release(one, barrier.clock.arriving, relaxed or (barrier.cta != rank and not cluster_scope))
             if expects:
                 expect(cluster, barrier, amount)
             if arrives:
@@ -217,10 +214,10 @@ def _wait(decoder: Decoder, instruction: Instruction) -> Execute:
                 if cluster.sanitizer:
                     cluster.sanitizer.barriers.observed(barrier, warp.clock, group, scope, relaxed)
         if blocks and not answer.any() and cluster.rng.random() >= cluster.checks.spurious_wait:
-            for barrier, _, _ in barriers:
-                barrier.waiters.append(fragment)
             first, wanted = barriers[0][0], barriers[0][1]
-            cluster.scheduler.park(fragment, first.name, lambda: f"waits for parity {wanted} of {first}")
+            parked = cluster.scheduler.park(fragment, first.name, lambda: f"waits for parity {wanted} of {first}")
+            for barrier, _, _ in barriers:
+                barrier.waiters.append((fragment, parked))
             return Signal.RETRY
         assign(fragment.u[target], answer, lanes)
         return None
@@ -253,7 +250,8 @@ def _bar_sync(decoder: Decoder, instruction: Instruction) -> Execute:
         if state.count != threads:
             cluster.report("E-SYNC", f"barrier {identity}: {threads} threads here, {state.count} elsewhere")
         state.arrived += 32  # a warp counts whole
-        if warp.clock and cluster.sanitizer:
+        warp.merged = False
+        if cluster.sanitizer:
             if state.views is None:
                 state.views = cluster.sanitizer.clocks.empty()
             warp.clock.sync(lanes)
@@ -266,7 +264,7 @@ def _bar_sync(decoder: Decoder, instruction: Instruction) -> Execute:
             return Signal.PARK
         del cta.barriers[identity]
         for waiting in state.waiting:
-            if waiting.warp.clock:
+            if cluster.sanitizer:
                 waiting.warp.clock.acquire(waiting.lanes, state.views)
                 waiting.warp.clock.sync(waiting.lanes)
             if waiting is not fragment:
@@ -286,12 +284,12 @@ def _cluster_arrive(decoder: Decoder, instruction: Instruction) -> Execute:
         cluster = warp.cta.cluster
         barrier = cluster.barrier
         if aligned:
-            whole_warp(fragment, lanes)
+            whole_warp(fragment, lanes, aligned=True)
         if (barrier.arrived.get(warp.number, 0) | barrier.owed.get(warp.number, 0)) & lanes.bits:
             cluster.report("E-SYNC", "a thread arrives twice on the cluster barrier without waiting in between")
         barrier.arrived[warp.number] = barrier.arrived.get(warp.number, 0) | lanes.bits
         barrier.owed[warp.number] = barrier.owed.get(warp.number, 0) | lanes.bits
-        if warp.clock and cluster.sanitizer:
+        if cluster.sanitizer:
             if barrier.arriving is None:
                 barrier.arriving = cluster.sanitizer.clocks.empty()
             warp.clock.release(lanes, barrier.arriving, relaxed)
@@ -310,7 +308,7 @@ def _cluster_wait(decoder: Decoder, instruction: Instruction) -> Execute:
         cluster = warp.cta.cluster
         barrier = cluster.barrier
         if aligned:
-            whole_warp(fragment, lanes)
+            whole_warp(fragment, lanes, aligned=True)
         if lanes.bits & ~barrier.owed.get(warp.number, 0):
             cluster.report("E-SYNC", "barrier.cluster.wait without a preceding arrive")
             return None
@@ -319,7 +317,7 @@ def _cluster_wait(decoder: Decoder, instruction: Instruction) -> Execute:
             cluster.scheduler.park(fragment, "cluster barrier", lambda: _missing(cluster))
             return Signal.RETRY
         barrier.owed[warp.number] &= ~lanes.bits
-        if warp.clock:
+        if cluster.sanitizer:
             warp.clock.acquire(lanes, barrier.complete)
         return None
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from ..decode import NONE
 from ..warp import Lanes
 
 TYPE_WIDTH = {kind + str(width): width for kind in "busf" for width in (8, 16, 32, 64)}
@@ -19,9 +18,3 @@ def assign(target: Any, value: Any, lanes: Lanes) -> None:
         target[:] = value
     else:
         np.copyto(target, value, where=lanes.where, casting="unsafe")
-
-
-def scatter(registers: list[Any], index: int, lanes: Lanes, values: Any) -> None:
-    """Write ``values`` [active lanes] to the active lanes of register ``index``."""
-    if index != NONE:
-        registers[index][lanes.index] = values

@@ -57,9 +57,8 @@ def _wait(decoder: Decoder, instruction: Instruction) -> Execute:
             cluster.dependency_waiters.append(fragment)
             cluster.scheduler.park(fragment, "preceding grid", lambda: "waits for the preceding grid")
             return Signal.RETRY
-        clock = fragment.warp.clock
-        if cluster.sanitizer and clock:
-            clock.learn(lanes, cluster.sanitizer.clocks.dependency, 1)
+        if cluster.sanitizer:
+            fragment.warp.clock.learn(lanes, cluster.sanitizer.clocks.dependency, 1)
         return None
 
     return execute

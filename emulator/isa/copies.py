@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ from ..cluster import Cluster
 from ..config import SparseBuffer, TensorMap
 from ..decode import Decoder, Execute, opcode
 from ..mbarrier import Mbarrier
-from ..memory import POISON, Allocation, read_span
+from ..memory import POISON, SHARED_START, Allocation, read_span
 from ..parser import Address, Instruction
 from ..scheduler import AsyncOp
 from ..warp import Fragment, Lanes, lanes_of
 from . import barriers
 from .common import TYPE_WIDTH
+from .loads import granules
 
 Index = NDArray[np.int64]
 
@@ -32,25 +34,33 @@ def swizzle(address: Any, pattern: int) -> Any:
 # ---- landing ----
 
 
-def issue(
-    fragment: Fragment, lane: Lanes, barrier: Mbarrier, flat: Index, produce: Any, counted: int, what: str, start: str
-) -> None:
-    """Submit a copy that writes ``produce()`` (uint8 [n]) to flat bytes ``flat`` [n] and completes ``counted`` bytes on the barrier."""
+def issue(fragment: Fragment, lane: Lanes, barrier: Mbarrier, start: int, places: Index, produce: Any, what: str) -> None:
+    """Submit a copy that completes on ``barrier``.
+
+    ``produce()`` gives uint8 [n] when the copy runs; byte i goes to flat index ``places[i]``. The places are a permutation of
+    start .. start + n - 1.
+    """
     cluster = fragment.warp.cta.cluster
     where = cluster.where()
+    size = len(places)
+    name = cluster.label(start % cluster.shared.span - SHARED_START)
     step = cluster.scheduler.step
-    spots = np.unique(flat // cluster.program.granule)
+    granule = cluster.program.granule
+    touched = np.arange(start // granule, (start + size) // granule)
     if cluster.sanitizer:
         cluster.sanitizer.barriers.used(barrier, fragment.warp.clock, lane, "asynchronous")
-        cluster.sanitizer.shared.tma_write(fragment.warp.clock, lane, spots, barrier.clock.local)
+        cluster.sanitizer.shared.tma_write(fragment.warp.clock, lane, touched, barrier.clock.local)
 
     def land() -> None:
-        cluster.shared.data[flat] = produce()
+        if not cluster.ctas[barrier.cta].alive:
+            cluster.report("E-DSMEM-LIFE", f"a {what} lands in CTA {barrier.cta}, which has exited")
+            return
+        cluster.shared.data[places] = produce()
         if cluster.sanitizer:
-            cluster.sanitizer.shared.landed(spots, barrier.clock.local, barrier.phase + 1)
-        cluster.counts.bytes[what] += counted
-        cluster.timeline.add("load", barrier.cta, "load", step, cluster.scheduler.step, start)
-        barriers.expect(cluster, barrier, -counted)
+            cluster.sanitizer.shared.landed(touched, barrier.clock.local, barrier.phase + 1)
+        cluster.counts.bytes[what] += size
+        cluster.timeline.add("load", barrier.cta, "load", step, cluster.scheduler.step, name)
+        barriers.expect(cluster, barrier, -size)
         barriers.complete(cluster, barrier)
 
     cluster.scheduler.submit(AsyncOp(what, barrier.cta, where, land))
@@ -134,13 +144,8 @@ def _load_box(fragment: Fragment, lane: Lanes, to: int, at: int, map_address: in
     if cluster.sanitizer:
         cluster.sanitizer.globals.bulk_read(fragment.warp.clock, lane, allocation)
     offset = flat - rank * cluster.shared.span  # the swizzle works on the address, which is the offset up to rank bits
-    spots = rank * cluster.shared.span + swizzle(offset + np.arange(size), tensor.swizzle)
-    map_ = tensor
-
-    def produce() -> Any:
-        return read_box(cluster, map_, allocation, coordinates)
-
-    issue(fragment, lane, barrier, spots, produce, size, "TMA", cluster.label(offset - 0x400))
+    places = rank * cluster.shared.span + swizzle(offset + np.arange(size), tensor.swizzle)
+    issue(fragment, lane, barrier, flat, places, partial(read_box, cluster, tensor, allocation, coordinates), "TMA")
 
 
 def read_box(cluster: Cluster, tensor: TensorMap, allocation: Allocation, coordinates: list[int]) -> NDArray[np.uint8]:
@@ -236,23 +241,16 @@ def _bulk(decoder: Decoder, instruction: Instruction) -> Execute:
                 continue
             if cluster.sanitizer:
                 cluster.sanitizer.globals.bulk_read(fragment.warp.clock, one, allocation)
-            flat = destination[1] + np.arange(byte_count)
-            _issue_bulk(fragment, one, found, flat, allocation, address - allocation.address, byte_count)
+            produce = partial(_read_span, cluster, allocation, address - allocation.address, byte_count)
+            issue(fragment, one, found, destination[1], destination[1] + np.arange(byte_count), produce, "bulk copy")
 
     return execute
 
 
-def _issue_bulk(
-    fragment: Fragment, lane: Lanes, barrier: Mbarrier, flat: Index, allocation: Allocation, offset: int, byte_count: int
-) -> None:
-    cluster = fragment.warp.cta.cluster
-
-    def produce() -> Any:
-        into = np.zeros((1, byte_count), np.uint8)
-        _read_rows(cluster, allocation, np.array([offset]), byte_count, into, np.array([0]))
-        return into[0]
-
-    issue(fragment, lane, barrier, flat, produce, byte_count, "bulk copy", cluster.label(int(flat[0]) % cluster.shared.span - 0x400))
+def _read_span(cluster: Cluster, allocation: Allocation, offset: int, byte_count: int) -> NDArray[np.uint8]:
+    into = np.zeros((1, byte_count), np.uint8)
+    _read_rows(cluster, allocation, np.array([offset]), byte_count, into, np.array([0]))
+    return into[0]
 
 
 # ---- st.async ----
@@ -279,6 +277,8 @@ def _st_async(decoder: Decoder, instruction: Instruction) -> Execute:
         warp = fragment.warp
         cluster = warp.cta.cluster
         u = fragment.u
+        if cluster.launch.ctas == 1:
+            cluster.report("E-SMEM", "st.async is undefined in a cluster of one CTA")
         targets, objects = u[to] + np.uint32(to_offset), u[at] + np.uint32(at_offset)
         ranks, offsets = cluster.shared.locate(targets)
         values = np.stack([u[s] for s in sources], axis=1).view(np.uint8)
@@ -291,9 +291,7 @@ def _st_async(decoder: Decoder, instruction: Instruction) -> Execute:
     return execute
 
 
-def _send(
-    fragment: Fragment, lanes: Lanes, rank: int, offsets: Index, address: int, values: Any, size: int, payload: Any
-) -> None:
+def _send(fragment: Fragment, lanes: Lanes, rank: int, offsets: Index, address: int, values: Any, size: int, payload: Any) -> None:
     warp = fragment.warp
     cluster = warp.cta.cluster
     mine = offsets[lanes.index]
@@ -317,11 +315,11 @@ def _send(
     data = values[lanes.index].copy()
     counted = size * lanes.count
     component = 0
-    spots, by = barriers_granules(cluster, flat, size, lanes)
+    touched, by = granules(cluster, flat, size, lanes.index)
     if cluster.sanitizer:
         component = barrier.clock.remote if remote else barrier.clock.local
         cluster.sanitizer.barriers.used(barrier, warp.clock, lanes, "remote")
-        cluster.sanitizer.shared.remote_write(warp.clock, lanes, spots, by, component, remote)
+        cluster.sanitizer.shared.remote_write(warp.clock, lanes, touched, by, component, remote)
     step, name = cluster.scheduler.step, f"CTA {warp.cta.rank} warp {warp.index}"
 
     def land() -> None:
@@ -332,7 +330,7 @@ def _send(
         cluster.counts.bytes["st.async"] += counted
         cluster.timeline.add("exchange", rank, "exchange", step, cluster.scheduler.step, name)
         if cluster.sanitizer:
-            cluster.sanitizer.shared.landed(spots, component, barrier.phase + 1)
+            cluster.sanitizer.shared.landed(touched, component, barrier.phase + 1)
             cluster.sanitizer.delivered(barrier, payload)
             if remote:
                 barrier.clock.remote_landed = barrier.phase + 1
@@ -340,9 +338,3 @@ def _send(
         barriers.complete(cluster, barrier)
 
     cluster.scheduler.submit(AsyncOp("st.async", rank, cluster.where(), land))
-
-
-def barriers_granules(cluster: Cluster, flat: Index, size: int, lanes: Lanes) -> tuple[Index, Index]:
-    from .loads import granules
-
-    return granules(cluster, flat, size, lanes.index)

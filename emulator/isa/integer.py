@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..decode import OPCODES, Decoder, Execute, opcode
+from ..decode import NONE, Decoder, Execute, opcode
 from ..memory import PARAMETER_WINDOW
 from ..parser import Address, Imm, Instruction, Symbol, Vector
 from ..warp import LANES, Fragment, Lanes
@@ -92,18 +92,119 @@ for _type in ("b16", "b32", "b64"):
 _unary("not.pred", np.logical_not)
 
 
-@opcode("mul.wide.u32", "mul.wide.s32", "mul.hi.u32", "mul.hi.s32")
+@opcode(*[f"{name}.{kind}" for name in ("mul.wide", "mad.wide") for kind in ("u16", "s16", "u32", "s32")], "mul.hi.u32", "mul.hi.s32")
 def _wide(decoder: Decoder, instruction: Instruction) -> Execute:
-    d, a, b = decoder.expect(3)
-    left, right = decoder.source(a, 32), decoder.source(b, 32)
-    high = ".hi." in instruction.opcode
-    signed = instruction.opcode.endswith("s32")
-    target = decoder.result(d, 32 if high else 64)
+    kind = instruction.opcode.split(".")[-1]
+    width, signed, high = TYPE_WIDTH[kind], kind[0] == "s", ".hi." in instruction.opcode
+    d, a, b, *c = decoder.expect(4 if instruction.opcode.startswith("mad") else 3)
+    left, right = decoder.source(a, width), decoder.source(b, width)
+    addend = decoder.source(c[0], 2 * width) if c else NONE
+    target = decoder.result(d, width if high else 2 * width)
 
     def execute(fragment: Fragment, lanes: Lanes) -> None:
         r = fragment.s if signed else fragment.u
         product = r[left].astype(np.int64 if signed else np.uint64) * r[right]
-        assign(r[target], product >> 32 if high else product, lanes)
+        if addend != NONE:
+            product += r[addend].astype(product.dtype)
+        assign(r[target], product >> width if high else product, lanes)
+
+    return execute
+
+
+@opcode("popc.b32", "clz.b32", "brev.b32")
+def _bit_count(decoder: Decoder, instruction: Instruction) -> Execute:
+    d, a = decoder.expect(2)
+    source, target = decoder.source(a, 32), decoder.result(d, 32)
+    name = instruction.opcode.split(".")[0]
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        bits = np.unpackbits(fragment.u[source].astype(">u4").view(np.uint8)).reshape(LANES, 32)  # highest bit first
+        if name == "popc":
+            value = bits.sum(axis=1)
+        elif name == "clz":
+            value = np.where(bits.any(axis=1), bits.argmax(axis=1), 32)
+        else:
+            value = np.packbits(bits[:, ::-1]).view(">u4")
+        assign(fragment.u[target], value, lanes)
+
+    return execute
+
+
+@opcode("bfe.u32", "bfe.s32")
+def _bfe(decoder: Decoder, instruction: Instruction) -> Execute:
+    """Extract a bit field; position and length are the low 8 bits of their operands."""
+    d, a, b, c = decoder.expect(4)
+    source, position, length = decoder.source(a, 32), decoder.source(b, 32), decoder.source(c, 32)
+    target = decoder.result(d, 32)
+    signed = instruction.opcode.endswith("s32")
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        u = fragment.u
+        start, count = u[position].astype(np.int64) & 255, u[length].astype(np.int64) & 255
+        word = (fragment.s if signed else u)[source].astype(np.int64)
+        kept = np.minimum(count, 32)
+        field = (word >> np.minimum(start, 32 if not signed else 31)) & ((np.int64(1) << kept) - 1)
+        if signed:  # the sign bit of the field, or of the word where the field reaches beyond it
+            top = np.minimum(start + kept - 1, 31)
+            negative = (kept > 0) & (word >> np.maximum(top, 0) & 1 == 1)
+            filled = np.minimum(np.maximum(32 - start, 0), kept)
+            field = np.where(negative, field | ~((np.int64(1) << filled) - 1), field)
+        assign(u[target], field & 0xFFFFFFFF, lanes)
+
+    return execute
+
+
+@opcode("prmt.b32")
+def _prmt(decoder: Decoder, instruction: Instruction) -> Execute:
+    """Pick four bytes of {b, a}; bit 3 of a selector nibble replicates the sign of the byte instead."""
+    d, a, b, c = decoder.expect(4)
+    low, high, selector = decoder.source(a, 32), decoder.source(b, 32), decoder.source(c, 32)
+    target = decoder.result(d, 32)
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        u = fragment.u
+        pool = np.stack([u[low], u[high]], axis=1).astype("<u4").view(np.uint8)
+        value = np.zeros(LANES, np.uint32)
+        for i in range(4):
+            nibble = u[selector].astype(np.int64) >> (4 * i)
+            byte = pool[np.arange(LANES), nibble & 7]
+            byte = np.where(nibble & 8, np.where(byte & 0x80, 0xFF, 0), byte)
+            value |= byte.astype(np.uint32) << np.uint32(8 * i)
+        assign(u[target], value, lanes)
+
+    return execute
+
+
+@opcode("lop3.b32")
+def _lop3(decoder: Decoder, instruction: Instruction) -> Execute:
+    """Any function of three bits: bit 4 a + 2 b + c of the table."""
+    d, *abc, table = decoder.expect(5)
+    sources = [decoder.source(o, 32) for o in abc]
+    target, look_up = decoder.result(d, 32), decoder.literal(table)
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        a, b, c = (fragment.u[s] for s in sources)
+        value = np.zeros(LANES, np.uint32)
+        for row in range(8):
+            if look_up >> row & 1:
+                value |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+        assign(fragment.u[target], value, lanes)
+
+    return execute
+
+
+@opcode("div.u32", "rem.u32")
+def _div(decoder: Decoder, instruction: Instruction) -> Execute:
+    """Unsigned division; by zero the result is unspecified, here all ones."""
+    d, a, b = decoder.expect(3)
+    left, right, target = decoder.source(a, 32), decoder.source(b, 32), decoder.result(d, 32)
+    divide = instruction.opcode.startswith("div")
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        u = fragment.u
+        by = np.maximum(u[right], 1)
+        value = u[left] // by if divide else u[left] % by
+        assign(u[target], np.where(u[right] == 0, np.uint32(0xFFFFFFFF), value), lanes)
 
     return execute
 
@@ -260,6 +361,3 @@ def _ld_param(decoder: Decoder, instruction: Instruction) -> Execute:
         assign(fragment.u[target], np.full(LANES, value, fragment.u[target].dtype), lanes)
 
     return execute
-
-
-assert "add.s32" in OPCODES

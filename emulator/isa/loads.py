@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import Cluster
-from ..decode import Decoder, Execute, opcode
+from ..decode import DTYPES, NONE, Decoder, Execute, opcode
 from ..memory import POISON, SHARED_START, Allocation, read_span
 from ..parser import Instruction
-from ..warp import Fragment, Lanes
+from ..warp import Fragment, Lanes, lanes_of
 from .common import TYPE_WIDTH
 
 Index = NDArray[np.int64]
 
-_TYPES = ("b8", "u8", "b16", "u16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
+_TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
 _VECTORS = {"": 1, ".v2": 2, ".v4": 4}
-
-
-def _shape(name: str) -> tuple[int, int]:
-    """(bits per element, elements) of a load or store opcode."""
-    parts = name.split(".")
-    vector = parts[-2] if parts[-2] in ("v2", "v4") else ""
-    return TYPE_WIDTH[parts[-1]], int(vector[1:] or 1)
 
 
 def _names(head: str) -> list[str]:
@@ -33,6 +27,58 @@ def _names(head: str) -> list[str]:
     for vector, count in _VECTORS.items():
         found += [f"{head}{vector}.{kind}" for kind in _TYPES if TYPE_WIDTH[kind] * count <= 128]
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """The operands of a load or store."""
+
+    base: int
+    offset: int
+    registers: tuple[int, ...]
+    """One per element; NONE where a load discards it."""
+    width: int
+    """Bits of an element; a register may be wider."""
+    signed: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes per lane, which is also the alignment."""
+        return self.width // 8 * len(self.registers)
+
+    def addresses(self, fragment: Fragment) -> Any:
+        """uint32 or uint64 [32]."""
+        base = fragment.u[self.base]
+        return base + base.dtype.type(self.offset & int(np.iinfo(base.dtype).max))
+
+    def write(self, fragment: Fragment, lanes: Index, values: Any) -> None:
+        """Put elements [lanes, count] (unsigned) into the registers, extended to their width."""
+        values = values.view(values.dtype.str.replace("u", "i")) if self.signed else values
+        for i, register in enumerate(self.registers):
+            if register != NONE:
+                (fragment.s if self.signed else fragment.u)[register][lanes] = values[:, i]
+
+    def poison(self, fragment: Fragment, lanes: Lanes) -> None:
+        """What a load leaves where nothing could be read."""
+        self.write(fragment, lanes.index, np.full((lanes.count, len(self.registers)), -1).astype(DTYPES[self.width]))
+
+    def read(self, fragment: Fragment, lanes: Index) -> Any:
+        """Elements [lanes, count] (unsigned) of a store: the low bits of the registers."""
+        return np.stack([fragment.u[r][lanes].astype(DTYPES[self.width]) for r in self.registers], axis=1)
+
+
+def _access(decoder: Decoder, instruction: Instruction, address_width: int) -> Access:
+    parts = instruction.opcode.split(".")
+    width, count = TYPE_WIDTH[parts[-1]], int(parts[-2][1:]) if parts[-2] in ("v2", "v4") else 1
+    load = parts[0] == "ld"
+    value, address = decoder.expect(2) if load else reversed(decoder.expect(2))
+    base, offset = decoder.address(address, address_width)
+    find = decoder.result if load else decoder.source
+    registers = tuple(find(item, width, wider=True) for item in decoder.vector(value, count))
+    return Access(base, offset, registers, width, load and parts[-1][0] == "s")
+
+
+_CLASH = "lanes of one store write different values to the same bytes: which one stays is undefined"
 
 
 # ---- shared memory ----
@@ -53,8 +99,6 @@ def own_shared(fragment: Fragment, lanes: Lanes, addresses: Any, size: int, what
         cta.cluster.report("E-SMEM", f"{what}: {problem or 'the address belongs to another CTA'}")
         if not good.any():
             return None
-        from ..warp import lanes_of
-
         lanes = lanes_of(int(np.bitwise_or.reduce(np.int64(1) << lanes.index[good])))
         offsets = offsets[good]
     return cta.rank * shared.span + offsets, lanes
@@ -71,56 +115,50 @@ def granules(cluster: Cluster, flat: Index, size: int, lane_index: Index) -> tup
 
 @opcode(*_names("ld.shared"), *_names("ld.shared::cta"))
 def _ld_shared(decoder: Decoder, instruction: Instruction) -> Execute:
-    width, count = _shape(instruction.opcode)
-    d, a = decoder.expect(2)
-    base, offset = decoder.address(a, 32)
-    targets = [decoder.result(item, width) for item in decoder.vector(d, count)]
-    size = width // 8 * count
+    access = _access(decoder, instruction, 32)
+    size, width = access.size, access.width
     decoder.granule = min(decoder.granule, width // 8)
-    each = np.arange(count)
+    each = np.arange(len(access.registers))
 
     def execute(fragment: Fragment, lanes: Lanes) -> None:
         cluster = fragment.warp.cta.cluster
-        u = fragment.u
-        found = own_shared(fragment, lanes, u[base] + np.uint32(offset & 0xFFFFFFFF), size, "load")
+        found = own_shared(fragment, lanes, access.addresses(fragment), size, "load")
+        if found is None or found[1] is not lanes:
+            access.poison(fragment, lanes)
         if found is None:
             return
-        flat, lanes = found
-        cluster.counts.bytes["shared load"] += size * lanes.count
+        flat, readers = found
+        cluster.counts.bytes["shared load"] += size * readers.count
         if cluster.sanitizer:
-            at, lane_of = granules(cluster, flat, size, lanes.index)
-            cluster.sanitizer.shared.generic_read(fragment.warp.clock, lanes, at, lane_of)
-        values = cluster.shared.views[width][flat[:, None] * 8 // width + each]
-        for i, target in enumerate(targets):
-            if target >= 0:
-                u[target][lanes.index] = values[:, i]
+            at, lane_of = granules(cluster, flat, size, readers.index)
+            cluster.sanitizer.shared.generic_read(fragment.warp.clock, readers, at, lane_of)
+        access.write(fragment, readers.index, cluster.shared.views[width][flat[:, None] * 8 // width + each])
 
     return execute
 
 
 @opcode(*_names("st.shared"), *_names("st.shared::cta"))
 def _st_shared(decoder: Decoder, instruction: Instruction) -> Execute:
-    width, count = _shape(instruction.opcode)
-    a, v = decoder.expect(2)
-    base, offset = decoder.address(a, 32)
-    sources = [decoder.source(item, width) for item in decoder.vector(v, count)]
-    size = width // 8 * count
+    access = _access(decoder, instruction, 32)
+    size, width = access.size, access.width
     decoder.granule = min(decoder.granule, width // 8)
+    each = np.arange(len(access.registers))
 
     def execute(fragment: Fragment, lanes: Lanes) -> None:
         cluster = fragment.warp.cta.cluster
-        u = fragment.u
-        found = own_shared(fragment, lanes, u[base] + np.uint32(offset & 0xFFFFFFFF), size, "store")
+        found = own_shared(fragment, lanes, access.addresses(fragment), size, "store")
         if found is None:
             return
-        flat, lanes = found
-        cluster.counts.bytes["shared store"] += size * lanes.count
+        flat, writers = found
+        cluster.counts.bytes["shared store"] += size * writers.count
         if cluster.sanitizer:
-            at, lane_of = granules(cluster, flat, size, lanes.index)
-            cluster.sanitizer.shared.generic_write(fragment.warp.clock, lanes, at, lane_of)
-        view, first = cluster.shared.views[width], flat * 8 // width
-        for i, source in enumerate(sources):
-            view[first + i] = u[source][lanes.index]
+            at, lane_of = granules(cluster, flat, size, writers.index)
+            cluster.sanitizer.shared.generic_write(fragment.warp.clock, writers, at, lane_of)
+        view, places = cluster.shared.views[width], flat[:, None] * 8 // width + each
+        values = access.read(fragment, writers.index)
+        view[places] = values
+        if (view[places] != values).any():
+            cluster.report("E-RACE", _CLASH)
 
     return execute
 
@@ -169,49 +207,38 @@ def _bytes_of(cluster: Cluster, allocation: Allocation, offsets: Index, size: in
 
 @opcode(*_names("ld.global"), *_names("ld.global.nc"))
 def _ld_global(decoder: Decoder, instruction: Instruction) -> Execute:
-    width, count = _shape(instruction.opcode)
-    d, a = decoder.expect(2)
-    base, offset = decoder.address(a, 64)
-    targets = [decoder.result(item, width) for item in decoder.vector(d, count)]
-    size = width // 8 * count
+    access = _access(decoder, instruction, 64)
+    size = access.size
     read_only = ".nc" in instruction.opcode
 
     def execute(fragment: Fragment, lanes: Lanes) -> None:
         warp = fragment.warp
         cluster = warp.cta.cluster
-        u = fragment.u
-        addresses = u[base] + np.uint64(offset & 0xFFFFFFFFFFFFFFFF)
-        for target in targets:
-            u[target][lanes.index] = ~u[target].dtype.type(0)
-        for allocation, offsets, by in _split(cluster, addresses, lanes, size, "load"):
+        parts = _split(cluster, access.addresses(fragment), lanes, size, "load")
+        access.poison(fragment, lanes)
+        for allocation, offsets, by in parts:
             cluster.counts.bytes["global load"] += size * len(by)
+            at = (offsets[:, None] + np.arange(size)).ravel()
             if cluster.sanitizer:
-                at = (offsets[:, None] + np.arange(size)).ravel()
                 cluster.sanitizer.globals.load(warp.clock, lanes, allocation, at, np.repeat(by, size))
-            if read_only and allocation.dirty is not None and any(allocation.dirty[o : o + size].any() for o in offsets):
+            if read_only and allocation.dirty is not None and allocation.dirty[at].any():
                 cluster.report("E-GLOBAL", f"ld.global.nc of bytes of {allocation.buffer.name} that this kernel writes")
             if allocation.buffer.predecessor and not cluster.dependency_done:
                 continue  # not there yet: the lanes keep the poison
-            values = _bytes_of(cluster, allocation, offsets, size).view(u[targets[0]].dtype)
-            for i, target in enumerate(targets):
-                u[target][by] = values[:, i]
+            access.write(fragment, by, _bytes_of(cluster, allocation, offsets, size).view(DTYPES[access.width]))
 
     return execute
 
 
 @opcode(*_names("st.global"))
 def _st_global(decoder: Decoder, instruction: Instruction) -> Execute:
-    width, count = _shape(instruction.opcode)
-    a, v = decoder.expect(2)
-    base, offset = decoder.address(a, 64)
-    sources = [decoder.source(item, width) for item in decoder.vector(v, count)]
-    size = width // 8 * count
+    access = _access(decoder, instruction, 64)
+    size = access.size
 
     def execute(fragment: Fragment, lanes: Lanes) -> None:
         warp = fragment.warp
         cluster = warp.cta.cluster
-        u = fragment.u
-        for allocation, offsets, by in _split(cluster, u[base] + np.uint64(offset & 0xFFFFFFFFFFFFFFFF), lanes, size, "store"):
+        for allocation, offsets, by in _split(cluster, access.addresses(fragment), lanes, size, "store"):
             cluster.counts.bytes["global store"] += size * len(by)
             at = (offsets[:, None] + np.arange(size)).ravel()
             if cluster.sanitizer:
@@ -221,7 +248,9 @@ def _st_global(decoder: Decoder, instruction: Instruction) -> Execute:
                 cluster.report("E-GLOBAL", f"store to {allocation.buffer.name}, which is an input")
                 continue
             allocation.dirty[at] = True
-            values = np.stack([u[source][by] for source in sources], axis=1)
-            data[at] = values.view(np.uint8).ravel()
+            values = access.read(fragment, by).view(np.uint8).ravel()
+            data[at] = values
+            if (data[at] != values).any():
+                cluster.report("E-RACE", _CLASH)
 
     return execute

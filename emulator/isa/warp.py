@@ -8,17 +8,19 @@ import numpy as np
 
 from ..decode import NONE, Decoder, Execute, Signal, opcode
 from ..parser import Instruction, Pair
-from ..warp import LANES, Fragment, Lanes, pack
+from ..warp import LANES, Fragment, Lanes, lanes_of, pack
 from .common import assign
 
 _LANE = np.arange(LANES)
 
 
-def whole_warp(fragment: Fragment, lanes: Lanes) -> None:
-    """A collective instruction needs every live lane of the warp, together."""
-    missing = fragment.warp.live & ~lanes.bits
-    if missing:
-        fragment.warp.cta.cluster.report("E-SYNC", f"lanes {missing:#010x} do not take part in a warp-collective instruction")
+def whole_warp(fragment: Fragment, lanes: Lanes, aligned: bool = False) -> None:
+    """A collective instruction needs every live lane of the warp, together; an ``.aligned`` one expects them to be so already."""
+    warp = fragment.warp
+    if missing := warp.live & ~lanes.bits:
+        warp.cta.cluster.report("E-SYNC", f"lanes {missing:#010x} do not take part in a warp-collective instruction")
+    elif aligned and warp.merged:
+        warp.cta.cluster.report("A-CONVERGE", "an .aligned instruction follows a divergent branch without bar.warp.sync in between")
 
 
 @opcode("shfl.sync.idx.b32", "shfl.sync.bfly.b32", "shfl.sync.up.b32", "shfl.sync.down.b32")
@@ -74,10 +76,12 @@ def _reduction(name: str, ufunc: Any, signed: bool = False) -> None:
         return execute
 
 
-for _name, _ufunc in (("min", np.minimum), ("max", np.maximum), ("add", np.add)):
+_ARITHMETIC: dict[str, Any] = {"min": np.minimum, "max": np.maximum, "add": np.add}
+_BITWISE: dict[str, Any] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+for _name, _ufunc in _ARITHMETIC.items():
     _reduction(f"{_name}.u32", _ufunc)
     _reduction(f"{_name}.s32", _ufunc, signed=True)
-for _name, _ufunc in (("and", np.bitwise_and), ("or", np.bitwise_or), ("xor", np.bitwise_xor)):
+for _name, _ufunc in _BITWISE.items():
     _reduction(f"{_name}.b32", _ufunc)
 
 
@@ -128,24 +132,19 @@ def _warp_sync(decoder: Decoder, instruction: Instruction) -> Execute:
         warp = fragment.warp
         cluster = warp.cta.cluster
         arrived = lanes.bits
-        for other, bits in warp.sync_wait:
+        for _, bits in warp.sync_wait:
             arrived |= bits
         if warp.live & ~arrived:
             warp.sync_wait.append((fragment, lanes.bits))
             missing = warp.live & ~arrived
             cluster.scheduler.park(fragment, "bar.warp.sync", lambda: f"waits in bar.warp.sync for lanes {missing:#010x}")
             return Signal.PARK
-        if warp.clock:
-            warp.clock.sync(_all(arrived))
+        if cluster.sanitizer:
+            warp.clock.sync(lanes_of(arrived))
+        warp.merged = False
         waiting, warp.sync_wait = warp.sync_wait, []
         for other, _ in waiting:
             cluster.scheduler.wake(other)
         return None
 
     return execute
-
-
-def _all(bits: int) -> Lanes:
-    from ..warp import lanes_of
-
-    return lanes_of(bits)

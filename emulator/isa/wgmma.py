@@ -6,6 +6,7 @@ PTX leaves the timing between the four warps open, so each runs on its own: only
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy as np
 from .. import mma
 from ..cluster import Cluster
 from ..decode import Decoder, Execute, Signal, opcode
-from ..parser import Instruction, PtxError
+from ..memory import SHARED_START
+from ..parser import Instruction
 from ..scheduler import AsyncOp
 from ..warp import FULL, Fragment, Lanes, RegisterWait, Warp
 from .warp import whole_warp
@@ -34,19 +36,18 @@ class WarpgroupState:
     """For each committed group not yet waited for, the number of its last MMA."""
     queue: list[Any] = dataclasses.field(default_factory=list)
     """MMAs that wait for their predecessor, as functions."""
-    unfenced: set[int] = dataclasses.field(default_factory=set)
-    """Accumulator registers that ordinary instructions wrote since the last wgmma.fence."""
     waiting: Fragment | None = None
-    """Fragment in wait_group, and the number of the MMA it waits for."""
+    """Fragment in wait_group."""
     wanted: int = 0
+    """Number of the MMA that it waits for."""
     log: list[tuple[int, int, int, bool]] = dataclasses.field(default_factory=list)
     """(instruction, descriptors, scale-d) of every MMA: all warps of the group must agree."""
 
 
 def state_of(warp: Warp) -> WarpgroupState:
-    if not hasattr(warp, "wgmma"):
-        warp.wgmma = WarpgroupState()  # type: ignore[attr-defined]
-    state: WarpgroupState = warp.wgmma  # type: ignore[attr-defined]
+    if warp.wgmma is None:
+        warp.wgmma = WarpgroupState()
+    state: WarpgroupState = warp.wgmma
     return state
 
 
@@ -59,6 +60,7 @@ def _mma(decoder: Decoder, instruction: Instruction) -> Execute:
     n = int(instruction.opcode.split(".")[4].split("n")[1].split("k")[0])
     d, a, b, scale_d, scale_a, scale_b = decoder.expect(6)
     registers = [decoder.late_result(item, 32) for item in decoder.vector(d, n // 2)]
+    decoder.accumulators.update(registers)
     left, right, accumulate = decoder.source(a, 64), decoder.source(b, 64), decoder.source(scale_d, 1)
     if decoder.literal(scale_a) != 1 or decoder.literal(scale_b) != 1:
         decoder.fail("only scale-a = scale-b = 1 is supported")
@@ -67,7 +69,7 @@ def _mma(decoder: Decoder, instruction: Instruction) -> Execute:
     def execute(fragment: Fragment, lanes: Lanes) -> None:
         warp = fragment.warp
         cluster = warp.cta.cluster
-        whole_warp(fragment, lanes)
+        whole_warp(fragment, lanes, aligned=True)
         u = fragment.u
         words = int(u[left][lanes.first]), int(u[right][lanes.first])
         adds = bool(u[accumulate][lanes.first])
@@ -76,7 +78,7 @@ def _mma(decoder: Decoder, instruction: Instruction) -> Execute:
                 cluster.report("E-WGMMA", "the lanes of the warp have different descriptors")
         state = state_of(warp)
         _agree(warp, state, (here, *words, adds))
-        _check_registers(cluster, warp, state, registers, adds, lanes)
+        _check_registers(warp, registers, adds, lanes)
         try:
             operands = mma.wgmma_operand(words[0]), mma.wgmma_operand(words[1])
         except mma.DescriptorError as error:
@@ -101,37 +103,43 @@ def _agree(warp: Warp, state: WarpgroupState, entry: tuple[int, int, int, bool])
             warp.cta.cluster.report("E-WGMMA", f"warps {warp.index} and {other.index} of a warpgroup issue different MMAs")
 
 
-def _check_registers(
-    cluster: Cluster, warp: Warp, state: WarpgroupState, registers: list[int], adds: bool, lanes: Lanes
-) -> None:
+def _check_registers(warp: Warp, registers: list[int], adds: bool, lanes: Lanes) -> None:
+    cluster = warp.cta.cluster
     if adds and any(lanes.bits & ~warp.defined[r] for r in registers if r not in warp.held):
         cluster.report("E-UNINIT", "the MMA accumulates onto registers that nobody wrote")
-    if state.unfenced.intersection(registers):
+    if warp.unfenced.intersection(registers):
         cluster.report("E-WGMMA", "accumulator registers were written since the last wgmma.fence")
-    for register in registers:
-        warp.held[register] = RegisterWait("an MMA", "E-WGMMA", FULL)
-        warp.defined[register] |= lanes.bits
 
 
 def _issue(
-    fragment: Fragment, lanes: Lanes, state: WarpgroupState, registers: list[int], operands: tuple[mma.Operand, mma.Operand], n: int, adds: bool
+    fragment: Fragment,
+    lanes: Lanes,
+    state: WarpgroupState,
+    registers: list[int],
+    operands: tuple[mma.Operand, mma.Operand],
+    n: int,
+    adds: bool,
 ) -> None:
     warp = fragment.warp
     cluster, rank = warp.cta.cluster, warp.cta.rank
     base = rank * cluster.shared.span
     rows = warp.index % 4 * ROWS
     chunks = mma.operand_chunks(operands[0], rows, ROWS), mma.operand_chunks(operands[1], 0, n)
-    if any(c.max() + 16 > cluster.shared.end or c.min() < 0x400 for c in chunks):
+    if any(c.max() + 16 > cluster.shared.end or c.min() < SHARED_START for c in chunks):
         cluster.report("E-DESC", "an operand reaches outside this CTA's shared memory")
         return
     state.issued += 1
     number = state.issued
+    for register in registers:
+        warp.held[register] = RegisterWait("an MMA", "E-WGMMA", FULL, number)
+        warp.defined[register] |= lanes.bits
     if cluster.sanitizer:
-        for part in chunks:
-            cluster.sanitizer.shared.mma_read_operand(warp.clock, lanes, chunk_granules(cluster, base, part), number)
+        granule = cluster.program.granule
+        read = mma.operand_granules(*operands, rows, ROWS, n, granule) + base // granule
+        cluster.sanitizer.shared.mma_read_operand(warp.clock, lanes, read, number)
     model = cluster.arithmetic.wgmma
     step = cluster.scheduler.step
-    name = cluster.label(int(chunks[0].min()) // 1024 * 1024 - 0x400)
+    name = cluster.label(int(chunks[0].min()) // 1024 * 1024 - SHARED_START)
 
     def run() -> None:
         a, b = (mma.gather(cluster.chunks, part + base) for part in chunks)
@@ -157,40 +165,34 @@ def _advance(cluster: Cluster, warp: Warp, state: WarpgroupState) -> None:
         cluster.scheduler.wake(fragment)
 
 
-def chunk_granules(cluster: Cluster, base: int, chunks: Any) -> Any:
-    """Granules of 16-byte chunks at offsets of one CTA."""
-    granule = cluster.program.granule
-    return ((chunks.ravel()[:, None] + base) // granule + np.arange(16 // granule)).ravel()
-
-
 _LANE = np.arange(32)
 
 
-def _positions(count: int) -> list[tuple[Any, Any]]:
-    """Row (of 16) and column of register r = v0 + 2 v1 + 4 v2 in each lane."""
+@lru_cache
+def fragment_positions(count: int) -> list[tuple[Any, Any]]:
+    """Row (of 16) and column of register r = v0 + 2 v1 + 4 v2 in each lane, for each of ``count`` registers."""
     return [(_LANE // 4 + 8 * (r >> 1 & 1), 2 * (_LANE % 4) + (r & 1) + 8 * (r >> 2)) for r in range(count)]
 
 
 def _fragment_to_tile(warp: Warp, registers: list[int]) -> Any:
     tile = np.empty((ROWS, 2 * len(registers)), np.float32)
-    for register, (row, column) in zip(registers, _positions(len(registers)), strict=True):
+    for register, (row, column) in zip(registers, fragment_positions(len(registers)), strict=True):
         tile[row, column] = warp.f[register]
     return tile
 
 
 def _tile_to_fragment(warp: Warp, registers: list[int], tile: Any) -> None:
-    for register, (row, column) in zip(registers, _positions(len(registers)), strict=True):
+    for register, (row, column) in zip(registers, fragment_positions(len(registers)), strict=True):
         warp.u[register][:] = tile[row, column].view(np.uint32)
 
 
 @opcode("wgmma.fence.sync.aligned")
 def _fence(decoder: Decoder, instruction: Instruction) -> Execute:
     decoder.expect(0)
-    _watch_accumulators(decoder)
 
     def execute(fragment: Fragment, lanes: Lanes) -> None:
-        whole_warp(fragment, lanes)
-        state_of(fragment.warp).unfenced.clear()
+        whole_warp(fragment, lanes, aligned=True)
+        fragment.warp.unfenced.clear()
 
     return execute
 
@@ -200,7 +202,7 @@ def _commit(decoder: Decoder, instruction: Instruction) -> Execute:
     decoder.expect(0)
 
     def execute(fragment: Fragment, lanes: Lanes) -> None:
-        whole_warp(fragment, lanes)
+        whole_warp(fragment, lanes, aligned=True)
         state = state_of(fragment.warp)
         state.groups.append(state.issued)
 
@@ -215,7 +217,7 @@ def _wait(decoder: Decoder, instruction: Instruction) -> Execute:
     def execute(fragment: Fragment, lanes: Lanes) -> Signal | None:
         warp = fragment.warp
         cluster = warp.cta.cluster
-        whole_warp(fragment, lanes)
+        whole_warp(fragment, lanes, aligned=True)
         state = state_of(warp)
         old = state.groups[: max(0, len(state.groups) - newest)]
         if old and state.done < old[-1]:
@@ -224,18 +226,10 @@ def _wait(decoder: Decoder, instruction: Instruction) -> Execute:
             return Signal.RETRY
         if old:
             del state.groups[: len(old)]
-            if warp.clock and cluster.sanitizer:
+            if cluster.sanitizer:
                 warp.clock.learn(lanes, cluster.sanitizer.clocks.queue(warp.cta.rank, warp.index), old[-1])
-            if not state.groups and state.done == state.issued:
-                for register in [r for r, wait in warp.held.items() if wait.check == "E-WGMMA"]:
-                    del warp.held[register]
+            for register in [r for r, wait in warp.held.items() if wait.check == "E-WGMMA" and wait.number <= old[-1]]:
+                del warp.held[register]
         return None
 
     return execute
-
-
-def _watch_accumulators(decoder: Decoder) -> None:
-    """Nothing to do at decode time; see ``note_write``."""
-
-
-__all__ = ["PtxError", "WarpgroupState", "chunk_granules", "state_of"]

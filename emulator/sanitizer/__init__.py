@@ -3,8 +3,7 @@
 Execution calls the hooks below; they never change what the kernel computes. The ids are in ``emulator.findings``. What it
 assumes where PTX is silent:
 
-* A commit's arrival releases what the issuing thread had *acquired* when it committed (not its own ordinary accesses) and
-  the completion of its MMAs.
+* A commit's arrival releases the completion of the MMAs, and what ``Checks.commit_releases`` says.
 * The completion of TMA bytes releases those bytes only; that of st.async the bytes and what ``Checks.st_async_releases`` says.
 * Data of st.async is written by the generic proxy.
 * wgmma of each warp reads its own 16 rows of A and all of B, and completes for each warp on its own.
@@ -73,7 +72,6 @@ class Sanitizer:
 
     def exited(self, warp: Warp, lanes: Lanes) -> None:
         """Threads end."""
-        assert warp.clock is not None
         known = self._gone.setdefault(warp.cta.rank, self.clocks.empty())
         warp.clock.release(lanes, known)
 
@@ -88,9 +86,16 @@ class Sanitizer:
 
     # ---- what asynchronous operations carry ----
 
-    def snapshot(self, warp: Warp, lanes: Lanes) -> Views:
-        """What the issuing lanes have acquired: released by the commit that they issue now."""
-        assert warp.clock is not None
+    def commit_payload(self, warp: Warp, lanes: Lanes, number: int) -> Views:
+        """What a tcgen05.commit releases once MMA ``number`` of the warp's queue and all before it are complete."""
+        known = self._acquired(warp, lanes)
+        if self.cluster.checks.commit_releases == "operands":
+            known[:, : self.clocks.threads] = 0
+        known[:, self.clocks.queue(warp.cta.rank, warp.index)] = number
+        return known
+
+    def _acquired(self, warp: Warp, lanes: Lanes) -> Views:
+        """What the lanes know, without their own accesses."""
         known = self.clocks.empty()
         for group in warp.clock.groups_of(lanes):
             np.maximum(known, group.views, out=known)
@@ -98,11 +103,10 @@ class Sanitizer:
 
     def st_async_payload(self, warp: Warp, lanes: Lanes) -> Views | None:
         """What a st.async releases beside its bytes."""
-        assert warp.clock is not None
         mode = self.cluster.checks.st_async_releases
         if mode == "data":
             return None
-        known = self.snapshot(warp, lanes)
+        known = self._acquired(warp, lanes)
         if mode == "all":
             warp.clock.release(lanes, known)
             return known

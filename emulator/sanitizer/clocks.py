@@ -9,6 +9,7 @@ which its owner knows the events. Components of one cluster:
 | local / remote transactions (CTA, barrier slot) | completed phases: bytes that TMA or st.async delivered in them |
 | queue (CTA, warp) | MMAs of that warp, in issue order |
 | loads (CTA, warp) | tcgen05.ld of that warp, in issue order |
+| allocs (CTA, warp) | tcgen05.alloc of that warp |
 | started (CTA) | 1 once the CTA is known to run |
 | dependency | 1 once griddepcontrol.wait has returned |
 
@@ -19,7 +20,7 @@ Each thread has four views, because different things order different accesses:
 | MEMORY | ordinary happens-before | release and acquire |
 | ASYNC | generic accesses that the async proxy also sees | fence.proxy.async copies MEMORY into it; release and acquire carry it |
 | ORDER | execution order without memory ordering | every synchronisation, also relaxed ones |
-| TENSOR | what later tcgen05 instructions are ordered after | tcgen05.fence::after_thread_sync copies MEMORY into it |
+| TENSOR | what later tcgen05 instructions come after | tcgen05.fence::after_thread_sync copies MEMORY into it; never released to others |
 
 Lanes of a warp that know the same share one :class:`Group`; an own access needs no entry, program order covers it. One
 simplification: lanes of one group that run fence.proxy.async together share its effect, so ASYNC alone is not an ordering;
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 
 from ..warp import FULL, LANES, Lanes, lanes_of
 
-MEMORY, ASYNC, ORDER, TENSOR = range(4)
+MEMORY, ASYNC, ORDER, TENSOR = range(4)  # TENSOR is last: what is released to others are the views before it
 VIEWS = 4
 SLOTS = 64
 """Barrier slots per CTA."""
@@ -97,7 +98,7 @@ class WarpClock:
             if relaxed:
                 np.maximum(into[ORDER], group.views[ORDER], out=into[ORDER])
             else:
-                np.maximum(into, group.views, out=into)
+                np.maximum(into[:TENSOR], group.views[:TENSOR], out=into[:TENSOR])
         into[ORDER, own] = self.now
         if not relaxed:
             into[MEMORY, own] = self.now
@@ -153,12 +154,6 @@ class WarpClock:
             self.synced = self.now
         self.now += 1
 
-    def all_knowledge(self, lanes: Lanes) -> Views:
-        """Join of the lanes' views, own accesses included."""
-        joined = np.zeros_like(self.groups[0].views)
-        self.release(lanes, joined)
-        return joined
-
 
 class Clocks:
     """Numbering of the components of one cluster, and all its warps' clocks."""
@@ -171,7 +166,8 @@ class Clocks:
         self._transactions = threads
         self._queues = self._transactions + 2 * ctas * SLOTS
         self._loads = self._queues + ctas * warps
-        self._started = self._loads + ctas * warps
+        self._allocs = self._loads + ctas * warps
+        self._started = self._allocs + ctas * warps
         self.dependency = self._started + ctas
         self.size = self.dependency + 1
         owner = np.full(self.size, -1)
@@ -179,7 +175,8 @@ class Clocks:
         local_transactions = owner[self._transactions : self._queues].reshape(ctas, SLOTS, 2)
         local_transactions[:, :, 0] = np.arange(ctas)[:, None]  # [.., 1], the remote ones, belong to nobody's CTA
         owner[self._queues : self._loads] = np.repeat(np.arange(ctas), warps)
-        owner[self._loads : self._started] = np.repeat(np.arange(ctas), warps)
+        owner[self._loads : self._allocs] = np.repeat(np.arange(ctas), warps)
+        owner[self._allocs : self._started] = np.repeat(np.arange(ctas), warps)
         self.local = [(owner == cta) | (np.arange(self.size) >= self._started) for cta in range(ctas)]
         """Per CTA, bool [components]: what a CTA-scope acquire takes over."""
 
@@ -199,6 +196,9 @@ class Clocks:
 
     def loads(self, cta: int, warp: int) -> int:
         return self._loads + cta * self.warps + warp
+
+    def allocs(self, cta: int, warp: int) -> int:
+        return self._allocs + cta * self.warps + warp
 
     def started(self, cta: int) -> int:
         return self._started + cta

@@ -74,9 +74,6 @@ class GlobalShadow:
         shadow = self._shadow(allocation)
         if self._earlier_cluster(allocation, offsets[shadow.writer[offsets] < 0]):
             self.sanitizer.report("E-RACE", f"two clusters store to the same bytes of {name}; clusters are not ordered")
-        order = np.argsort(offsets, kind="stable")
-        if ((np.diff(offsets[order]) == 0) & (np.diff(lane_of[order]) != 0)).any():
-            self.sanitizer.report("E-RACE", f"two lanes of one store write the same bytes of {name}")
         for group in clock.groups_of(lanes):
             self._ordered(group, clock, shadow.writer[offsets], shadow.written[offsets], lane_of, f"two unordered stores to {name}")
             self._ordered(group, clock, shadow.reader[offsets], shadow.read[offsets], lane_of, f"store to {name} not ordered after a read")

@@ -57,7 +57,6 @@ class SharedShadow:
 
     def generic_write(self, clock: WarpClock, lanes: Lanes, granules: Index, lane_of: Index) -> None:
         """Ordinary store."""
-        self._within_instruction(granules, lane_of)
         for group, at, by in self._per_group(clock, lanes, granules, lane_of):
             self._after_write(group, clock, at, by, "overwritten")
             self._after_reads(group, clock, at, by)
@@ -118,6 +117,8 @@ class SharedShadow:
         if group.lanes.count == 1:
             late &= who != clock.first + group.lanes.first
         unfenced = known & (kind != TMA) & (when > group.views[ASYNC, who])
+        if not (late | unfenced).any():
+            return
         if late.any():
             self._unordered(group, granules[late], what)
         unfenced &= ~late
@@ -168,14 +169,6 @@ class SharedShadow:
         if (hit := (rows > fenced).any(axis=1)).any():
             self._report("W-PROXY-WAR", granules[hit], "read by loads, then overwritten by TMA without a proxy fence")
 
-    def _within_instruction(self, granules: Index, lane_of: Index) -> None:
-        """Two lanes of one store must not write the same granule (which value stays is undefined)."""
-        if len(np.unique(granules)) != len(granules):
-            order = np.argsort(granules, kind="stable")
-            same = (np.diff(granules[order]) == 0) & (np.diff(lane_of[order]) != 0)
-            if same.any():
-                self._report("E-RACE", granules[order][:-1][same], "two lanes of one store write the same bytes")
-
     def _unordered(self, group: Group, granules: Index, what: str) -> None:
         who, when, kind = self.writer[granules], self.written[granules], self.kind[granules]
         for kind_of in np.unique(kind):
@@ -209,7 +202,7 @@ class SharedShadow:
         old = self.read[granules, warp]
         stale = granules[old <= clock.synced]  # those reads happen before this one: only the new readers matter
         self.readers[stale, warp] = 0
-        if len(granules) > 1 and granules[0] == granules[-1] or len(np.unique(granules)) != len(granules):
+        if (len(granules) > 1 and granules[0] == granules[-1]) or len(np.unique(granules)) != len(granules):
             np.bitwise_or.at(self.readers[:, warp], granules, np.uint32(1) << lane_of.astype(np.uint32))
         else:
             self.readers[granules, warp] |= np.uint32(1) << lane_of.astype(np.uint32)

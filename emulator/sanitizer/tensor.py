@@ -32,14 +32,31 @@ class TensorShadow:
         """Number of the last tcgen05.ld that read the cell (each cell belongs to one lane quarter)."""
         self.reader = np.zeros((LANES, COLUMNS), np.int32)
         """Component of that ld."""
+        self.allocator = np.zeros(COLUMNS, np.int32)
+        """Per column, component of the alloc."""
+        self.allocation = np.zeros(COLUMNS, np.int32)
+        """Its number."""
 
-    def forget(self, first: int, columns: int) -> None:
-        """alloc: whatever the columns hold is another kernel's."""
+    def allocated(self, clock: WarpClock, first: int, columns: int, number: int) -> None:
+        """tcgen05.alloc ``number`` of this warp: whatever the columns hold is another kernel's."""
         self.writer[:, first : first + columns] = NOBODY
         self.read[:, first : first + columns] = 0
+        self.allocator[first : first + columns] = self.clocks.allocs(clock.cta, clock.index)
+        self.allocation[first : first + columns] = number
 
-    def mma(self, clock: WarpClock, lanes: Lanes, rows: NDArray[np.int64], columns: slice, accumulates: bool, number: int, chain: int) -> None:
+    def _after_alloc(self, clock: WarpClock, lanes: Lanes, columns: slice) -> None:
+        """NVIDIA's samples put tcgen05 fences between an alloc and other warps' use; PTX does not ask for them in so many words."""
+        who, when = self.allocator[columns], self.allocation[columns]
+        others = who != self.clocks.allocs(clock.cta, clock.index)
+        for group in clock.groups_of(lanes):
+            if (others & (when > group.views[TENSOR, who])).any():
+                self._report("A-T5-ALLOC-FENCE", "TMEM is used without fence::before, barrier, fence::after since another warp's alloc")
+
+    def mma(
+        self, clock: WarpClock, lanes: Lanes, rows: NDArray[np.int64], columns: slice, accumulates: bool, number: int, chain: int
+    ) -> None:
         """MMA ``number`` of this warp's queue was issued; it writes (and with ``accumulates`` reads) the cells."""
+        self._after_alloc(clock, lanes, columns)
         at = (rows[:, None], np.arange(columns.start, columns.stop)[None, :])
         who, when = self.writer[at], self.written[at]
         queue = self.clocks.queue(clock.cta, clock.index)
@@ -56,6 +73,7 @@ class TensorShadow:
 
     def load(self, clock: WarpClock, lanes: Lanes, first_lane: int, first_column: int, columns: int, number: int) -> None:
         """tcgen05.ld ``number`` of this warp was issued."""
+        self._after_alloc(clock, lanes, slice(first_column, first_column + columns))
         at = (slice(first_lane, first_lane + 32), slice(first_column, first_column + columns))
         who, when = self.writer[at], self.written[at]
         if (who == NOBODY).any():

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ Case = tuple[Codes, Codes, Floats]
 
 def mmasim_dot(model: Dot) -> Callable[[Codes, Codes, Floats], Floats]:
     """mmasim's model of the unit that ``model`` describes."""
-    pytest.importorskip("mmasim", reason="mmasim is not installed (extra: verify)")
+    pytest.importorskip("mmasim", reason="mmasim is not installed (it states no licence, so no extra names it)")
     import torch
     from mmasim.nv_ptx.sim import WGMMA as Wgmma
     from mmasim.nv_ptx.sim import TCGen05MMA
@@ -98,9 +99,10 @@ def cases(seed: int) -> Iterator[tuple[str, Case]]:
     yield "any codes, C near the products", (finite(random, m), finite(random, n), 1000 * small)
     yield "any codes, C = 0", (finite(random, m), finite(random, n), np.zeros((m, n), np.float32))
 
-    yield "subnormal codes", (finite(random, m) & 0x87, finite(random, n) & 0x87, small * np.float32(1e-4))
+    low_a, low_b = finite(random, m) & np.uint8(0x87), finite(random, n) & np.uint8(0x87)
+    yield "subnormal codes", (low_a, low_b, small * np.float32(1e-4))
     tiny = (any_floats(random, (m, n)).view(np.uint32) & np.uint32(0x80FFFFFF)).view(np.float32)
-    yield "subnormal C", (finite(random, m) & 0x87, finite(random, n) & 0x81, tiny)
+    yield "subnormal C", (low_a, low_b & np.uint8(0x81), tiny)
     yield "subnormal C, zero products", (finite(random, m), np.zeros((n, K), np.uint8), tiny)
 
     half = finite(random, m)[:, : K // 2]
@@ -145,6 +147,7 @@ def assert_same_bits(ours: Floats, theirs: Floats, what: str) -> None:
 
 @pytest.mark.parametrize("model", [WGMMA, TCGEN05], ids=["wgmma", "tcgen05"])
 @pytest.mark.parametrize("oracle", ORACLES)
+@pytest.mark.filterwarnings("ignore:preset 'tcgen05' is custom")
 def test_mma_arithmetic(oracle: str, model: Dot) -> None:
     """Bit for bit on random and special values."""
     dot = ORACLES[oracle](model)
@@ -158,6 +161,7 @@ def test_mma_arithmetic(oracle: str, model: Dot) -> None:
 
 @pytest.mark.parametrize("model", [WGMMA, TCGEN05], ids=["wgmma", "tcgen05"])
 @pytest.mark.parametrize("oracle", ORACLES)
+@pytest.mark.filterwarnings("ignore:preset 'tcgen05' is custom")
 @settings(max_examples=100)
 @given(data=st.data())
 def test_mma_arithmetic_of_any_bytes(oracle: str, model: Dot, data: st.DataObject) -> None:
@@ -206,7 +210,8 @@ def pyptx_instructions(path: Path) -> list[tuple[int, str, str, tuple[str, ...]]
             elif isinstance(statement, nodes.Label):
                 labels[scopes[0], statement.name] = len(flat)
             elif isinstance(statement, nodes.RegDecl) and scopes[0]:
-                registers[scopes[0], statement.name] = f"{statement.name}@{scopes[0]}"
+                for register in declared(statement):
+                    registers[scopes[0], register] = f"{register}@{scopes[0]}"
             elif isinstance(statement, nodes.Instruction):
                 flat.append((statement, scopes))
 
@@ -231,9 +236,9 @@ def pyptx_instructions(path: Path) -> list[tuple[int, str, str, tuple[str, ...]]
             case nodes.PipeOperand():
                 return f"{operand(node.left, scopes)}|{operand(node.right, scopes)}"
             case nodes.AddressOperand():
-                base, comma, rest = node.base.partition(",")
-                offset = int(node.offset, 0) if node.offset else 0
-                return f"[{name(base.strip(), scopes)}+{offset}{comma}{rest}]"
+                offset = node.offset or "0"
+                coordinates = offset if offset.startswith(",") else ""  # pyptx leaves them as text
+                return f"[{name(node.base, scopes)}+{0 if coordinates else int(offset, 0)}{coordinates}]"
         raise AssertionError(f"pyptx gave an operand that this test does not know: {node}")
 
     read = []
@@ -243,8 +248,14 @@ def pyptx_instructions(path: Path) -> list[tuple[int, str, str, tuple[str, ...]]
     return read
 
 
+def declared(declaration: Any) -> list[str]:
+    """Names of a ``.reg`` declaration: pyptx keeps the first one and the line's text, which may hold several declarations."""
+    lists = [names.replace(" ", "").split(",") for names in re.findall(r"\.reg\s+\.\w+\s+([^;]+);", declaration.formatting.raw_line)]
+    return next(names for names in lists if names[0] == declaration.name)
+
+
 def immediate(text: str) -> str:
-    """A literal's value; ``0f...`` stays as its bits."""
+    """A literal's value; of a floating-point literal its bits."""
     return str(int(text[2:], 16)) if text[:2] in ("0f", "0F", "0d", "0D") else str(int(text.removesuffix("U"), 0))
 
 

@@ -1,0 +1,261 @@
+"""Run menu entries in the emulator and compare them with the CPU reference.
+
+    python -m verification run [--entry SUBSTRING] [--arch ARCH] [--tokens M] [--routes 0,3] [--seeds N] [--policy POLICY]
+                               [--hard CASE] [--checks IDS | --no-checks] [--jobs N] [--timeline FILE] [--json FILE]
+    python -m verification run --full        # what the project claims; writes benchmarks/results/emulator_runs.json
+
+What runs is the PTX beside each cubin, after its sha256 has been found to be the one that the manifest ties to the cubin. The
+reference has the engine's own arithmetic: wgmma's 13 bits on Hopper; exact dots on Blackwell, from which the contract's bounds do not
+tell tcgen05's 25-bit alignment apart. Exit status 1 if a result is outside these bounds, or if the sanitizer found an error or a place
+where the kernel relies on something that PTX does not promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.checks import hard_cases
+from benchmarks.expected import Call
+from benchmarks.report import write_json
+from emulator import CATALOGUE, OFF, POLICIES, Checks
+from megamoe_aot import loader
+from megamoe_aot.errors import DamagedArtifactError
+from megamoe_aot.manifest import Entry, Manifest
+from megamoe_aot.menu import LEAD
+from tests.data import BAD_TOKEN
+
+from . import results
+from .problem import EmulatedCall, Outcome
+
+ROLES = {
+    "sm_90a": {"consumers": (0, 1, 2, 3), "producer": (4,)},
+    "sm_100f": {"producer": (0,), "MMA": (1,), "consumers": (2, 3, 4, 5)},
+}
+"""Warp indices of each role."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the emulator schedules, and what it checks."""
+
+    policy: str = "random"
+    seed: int = 0
+    checks: Checks | None = Checks()  # noqa: RUF009  (frozen)
+    jobs: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One emulated call against the reference."""
+
+    row: dict[str, Any]
+    """Plain JSON types; ``ok`` and ``problems`` sum it up."""
+    outcome: Outcome
+
+
+def ptx_of(manifest: Manifest, entry: Entry) -> str:
+    """The PTX that the entry's cubin was assembled from, both verified. Raises DamagedArtifactError, ManifestError."""
+    record = manifest.record(entry)
+    loader.check_record(entry, record)
+    manifest.read_cubin(entry.cubin)
+    path = manifest.folder / f"{entry.cubin}.ptx"
+    try:
+        image = path.read_bytes()
+    except OSError as error:
+        raise DamagedArtifactError(
+            f"cannot read {path}: {error.strerror}; PTX is not in the wheel: python build_kernels.py --all"
+        ) from error
+    if (found := hashlib.sha256(image).hexdigest()) != record.ptx_sha256:
+        raise DamagedArtifactError(
+            f"{path} has sha256 {found}, the manifest says {record.ptx_sha256}; rebuild: python build_kernels.py --all"
+        )
+    return image.decode()
+
+
+def verify(call: EmulatedCall, ptx: str, routes: Sequence[int] | None, schedule: Schedule) -> Verdict:
+    """Emulate some routes of a call (None: all) and judge them by the contract."""
+    start = time.perf_counter()
+    outcome = call.emulate(ptx, routes, seed=schedule.seed, policy=schedule.policy, checks=schedule.checks, jobs=schedule.jobs)
+    seconds = time.perf_counter() - start
+    report, share = call.compare(outcome, routes)
+    problems = [report.reason] * (not report.ok) + [str(finding) for finding in outcome.objections]
+    row = {
+        "entry": call.spec.name,
+        "tokens": call.call.tokens,
+        "input_seed": call.call.seed,
+        "case": call.call.case,
+        "routes": list(range(call.routes) if routes is None else routes),
+        "policy": schedule.policy,
+        "schedule_seed": schedule.seed,
+        "checks": schedule.checks is not None,
+        "ids_equal": report.ids_equal,
+        "weights_error": call.weights_error(outcome, routes),
+        "relative_error": report.worst_error,
+        "helped_routes": report.helped,
+        "bits_equal": share,
+        "findings": sorted(outcome.result.ids()),
+        "seconds": round(seconds, 2),
+        "ok": not problems,
+        "problems": problems,
+    }
+    return Verdict(row, outcome)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ Plans
+
+Job = tuple[Entry, Call, Sequence[int] | None, Schedule]
+
+
+def full_plan(manifest: Manifest, jobs: int) -> Iterator[Job]:
+    """Every entry on routes of two tokens; the lead model's first cubin of each arch, whole, under five schedules, and on hard inputs."""
+    for entry in manifest.entries:
+        yield entry, Call(2, 0), (0, 5, 15), Schedule(jobs=jobs)
+    lead = {e.spec.arch: e for e in reversed(manifest.entries) if e.model == LEAD.model and e.spec.layout == "trtllm_gen"}
+    for entry in lead.values():
+        for seed, policy in enumerate(("random", "starve-warp", "starve-cta", "async-first", "async-last")):
+            yield entry, Call(1, 0), None, Schedule(policy, seed, jobs=jobs)
+    for entry in lead.values():
+        for case in hard_cases(entry.spec):
+            yield entry, Call(2, 0, case), (BAD_TOKEN * entry.spec.top_k, entry.spec.top_k), Schedule(jobs=jobs)
+
+
+def chosen_plan(manifest: Manifest, arguments: argparse.Namespace) -> Iterator[Job]:
+    """What the command line asks for."""
+    checks = OFF if arguments.no_checks else Checks(frozenset(CATALOGUE) - frozenset(arguments.checks or CATALOGUE))
+    routes = None if arguments.routes is None else tuple(arguments.routes)
+    for entry in manifest.entries:
+        if arguments.entry not in entry.spec.name or arguments.arch not in (None, entry.spec.arch):
+            continue
+        known = hard_cases(entry.spec)
+        cases = known if arguments.hard == "all" else [arguments.hard] if arguments.hard in known else []
+        for case in cases if arguments.hard else [""]:
+            for seed in range(arguments.seeds):
+                yield (
+                    entry,
+                    Call(arguments.tokens, arguments.input_seed, case),
+                    routes,
+                    Schedule(arguments.policy, seed, checks, arguments.jobs),
+                )
+
+
+def carry_out(manifest: Manifest, plan: Iterator[Job], console: Console) -> Iterator[Verdict]:
+    """Run a plan, line by line. Entries keep their call's data from job to job."""
+    last: EmulatedCall | None = None
+    for entry, call, routes, schedule in plan:
+        if last is None or (last.entry_spec, last.call) != (entry.spec, call):
+            last = EmulatedCall(entry.spec, call)
+        verdict = verify(last, ptx_of(manifest, entry), routes, schedule)
+        console.print(_line(verdict.row), highlight=False, soft_wrap=True)
+        yield verdict
+
+
+def _line(row: dict[str, Any]) -> str:
+    what = f"{row['entry']} M={row['tokens']} {row['case']} {row['policy']}/{row['schedule_seed']}"
+    return f"{'ok    ' if row['ok'] else 'FAILED'} {what}: {row['seconds']} s"
+
+
+# ----------------------------------------------------------------------------------------------------------------------- Output
+
+_COLUMNS = ("entry", "case", "schedule", "routes", "ids equal", "weights", "worst route", "same bits", "findings", "s", "ok")
+
+
+def console_for_tables() -> Console:
+    """The terminal, or 160 columns where the output goes elsewhere."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows for people. ``weights`` and ``worst route`` are relative errors."""
+    shown = Table(title="Emulator against the reference")
+    for column in _COLUMNS:
+        shown.add_column(column, overflow="fold", min_width=36 if column == "entry" else None)
+    for row in rows:
+        shown.add_row(
+            row["entry"],
+            row["case"],
+            f"{row['policy']}/{row['schedule_seed']}" + ("" if row["checks"] else " unchecked"),
+            str(len(row["routes"])),
+            "yes" if row["ids_equal"] else "NO",
+            f"{row['weights_error']:.1e}",
+            f"{row['relative_error']:.1e}",
+            f"{row['bits_equal']:.2%}",
+            " ".join(row["findings"]) or "none",
+            f"{row['seconds']:.1f}",
+            "ok" if row["ok"] else "FAILED",
+        )
+    return shown
+
+
+def report(rows: Sequence[dict[str, Any]], console: Console) -> int:
+    """Print failures and the table; the exit status."""
+    failed = [row for row in rows if not row["ok"]]
+    for row in failed:
+        console.print(f"FAILED {_line(row)}", *row["problems"][:8], sep="\n    ", highlight=False, soft_wrap=True)
+    console.print(table(rows))
+    console.print(f"{len(rows)} runs, {sum(len(row['routes']) for row in rows)} routes: {len(failed)} failed")
+    return 1 if failed else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser("python -m verification run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--full", action="store_true", help="the whole plan; the options that choose a run do not apply")
+    made.add_argument("--entry", default="", help="entries whose name contains this")
+    made.add_argument("--arch", choices=("sm_90a", "sm_100f"))
+    made.add_argument("--tokens", type=int, default=1, help="M (default 1)")
+    made.add_argument("--routes", type=_numbers, help="clusters to run: token * K + rank, separated by commas (default: all)")
+    made.add_argument("--input-seed", type=int, default=0)
+    made.add_argument("--seeds", type=int, default=1, help="how many scheduler seeds")
+    made.add_argument("--policy", choices=POLICIES, default="random")
+    made.add_argument("--hard", metavar="CASE", default="", help="a name in tests.data.HARD_INPUTS, or all")
+    checks = made.add_mutually_exclusive_group()
+    checks.add_argument("--checks", type=lambda text: text.split(","), metavar="IDS", help="only these sanitizer checks (default: all)")
+    checks.add_argument("--no-checks", action="store_true", help="without the sanitizer: faster")
+    made.add_argument("--jobs", type=int, default=1, help="processes")
+    made.add_argument("--timeline", type=Path, metavar="FILE.svg", help="picture of the first cluster of the first run")
+    made.add_argument("--json", type=Path, metavar="FILE", help="results file")
+    made.add_argument("--artifacts", type=Path, metavar="FOLDER", help="default: the installed or the checkout's")
+    return made
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    made = parser()
+    chosen = made.parse_args(arguments)
+    manifest, console = Manifest.load(chosen.artifacts), console_for_tables()
+    if chosen.checks and (unknown := sorted(set(chosen.checks) - CATALOGUE.keys())):
+        made.error(f"unknown checks {unknown}; known: {' '.join(CATALOGUE)}")
+    plan = list(full_plan(manifest, chosen.jobs) if chosen.full else chosen_plan(manifest, chosen))
+    if not plan:
+        made.error(f"no entry of {manifest.folder} fits --entry {chosen.entry!r} --arch {chosen.arch} --hard {chosen.hard!r}")
+    path = chosen.json or (results.FOLDER / "emulator_runs.json" if chosen.full else None)
+    header = results.header(manifest)
+    rows: list[dict[str, Any]] = []
+    for verdict in carry_out(manifest, iter(plan), console):
+        if chosen.timeline and not rows:
+            next(iter(verdict.outcome.result.timelines.values())).save_svg(chosen.timeline)
+            console.print(f"timeline of the first cluster: {chosen.timeline}")
+        rows.append(verdict.row)
+        if path:
+            write_json(path, header, rows=rows)
+    if len(plan) == 1:
+        console.print(verdict.outcome.result.counts.table(dict(ROLES[plan[0][0].spec.arch])), highlight=False)
+    return report(rows, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
