@@ -393,7 +393,7 @@ _REVERSED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 
 
 def _other_constant(s: Statement, value: int, category: str) -> int:
-    """A neighbour of ``value`` that fits its use: the next aligned offset, one shift more, a narrower or no mask."""
+    """A neighbour of ``value`` that fits its use: the next aligned offset, one shift more, a mask with a hole or none."""
     operation = s.parts[0]
     if category == "parity" and operation in ("mov", "xor"):
         return value ^ 1
@@ -406,7 +406,10 @@ def _other_constant(s: Statement, value: int, category: str) -> int:
     if operation == "and" and s.parts[1] == "b64":
         return 0
     if operation == "and":
-        return -1 if value < 0 or value > 1 << 20 else value & (value - 1)
+        bits = [bit for bit in range(20) if value >> bit & 1]
+        return -1 if value < 0 or value >> 20 else value ^ 1 << bits[len(bits) // 2]
+    if operation == "mul" and s.parts[1] == "hi":
+        return (value & 0xFFFFFFFF) // 2
     if operation in ("or", "mul"):
         return value * 2
     if operation == "xor":

@@ -69,18 +69,21 @@ SCENARIOS = (
     Scenario(Call(1, 0, "some_nan_logits"), 7),
     Scenario(Call(1, 0, "nan_token"), 2),
     Scenario(Call(1, 0, "underflow"), 1),
+    Scenario(Call(1, 2), 4),
+    Scenario(Call(1, 3), 5),
+    Scenario(Call(1, 4), 6),
     Scenario(Call(2, 0), 12, "async-last", 1),
     Scenario(Call(2, 0), 3, "starve-cta", 2),
     Scenario(Call(2, 0), 8, "async-first", 3),
     Scenario(Call(2, 0), 15, "starve-warp", 4),
 )
-"""In the order in which a mutant meets them: an ordinary route first, then every branch of the kernel, then other schedules."""
+"""In the order in which a mutant meets them: an ordinary route, every branch of the kernel, more tokens to route, other schedules."""
 
 SUBJECTS = (
     "moe_h4096_i512_e288_k8_sigmoid_bias_trtllm_gen_bf16_sm_100f",
-    "moe_h2048_i768_e128_k8_softmax_trtllm_gen_fp32_sm_100f",
+    "moe_h2048_i768_e128_k8_softmax_row_major_fp32_sm_100f_gate_up",
 )
-"""Entries that are mutated: the lead, and the one whose work is split most differently (K parts, three units, one tile)."""
+"""Entries that are mutated: the lead, and one whose layout, row order, scoring, logits and work split (K parts, units, tiles) differ."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ One mutant

@@ -11,7 +11,7 @@ from pathlib import Path
 from megamoe_aot.menu import menu_specs
 from megamoe_aot.spec import KernelSpec
 
-from .plan import ListPlan
+from .plan import ListPlan, name_of
 
 OUT = Path(__file__).resolve().parents[2] / "build" / "work_list"
 TOKEN_CLASSES = (8, 16)
@@ -39,9 +39,9 @@ def main() -> None:
             function, arguments = kernel.host_function(spec)
             options = f"--gpu-arch={spec.arch} --keep-cubin --keep-ptx --dump-dir={dump}"
             compiled = cute.compile(function, *arguments, options=options)
-            (out / f"{kernel.name_of(spec)}.cubin").write_bytes(compiled.artifacts.CUBIN)
-            (out / f"{kernel.name_of(spec)}.ptx").write_text(compiled.artifacts.PTX)
-        print(f"{kernel.name_of(spec)}: ring of {ListPlan.of(spec).ring} stages, {ListPlan.of(spec).total} bytes of shared memory")
+            (out / f"{name_of(spec)}.cubin").write_bytes(compiled.artifacts.CUBIN)
+            (out / f"{name_of(spec)}.ptx").write_text(compiled.artifacts.PTX)
+        print(f"{name_of(spec)}: ring of {ListPlan.of(spec).ring} stages, {ListPlan.of(spec).total} bytes of shared memory")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,7 @@ from megamoe_aot.spec import KernelSpec
 from megamoe_aot.tensor_map import TensorMapSpec, encode
 
 from .build import OUT
-from .plan import THREADS, ListPlan
-
-
-def name_of(spec: KernelSpec) -> str:
-    """Twin of kernel.name_of, without the compiler."""
-    return f"list_{spec.code_name}_n{8 if spec.tokens <= 8 else 16}"
+from .plan import THREADS, ListPlan, name_of
 
 
 def weight_map(spec: KernelSpec, rows: int, depth: int) -> TensorMapSpec:

@@ -34,7 +34,7 @@ from megamoe_aot.abi import FLAG_GATE_FIRST, FLAG_UE8M0
 from megamoe_aot.spec import KernelSpec
 
 from . import instructions
-from .plan import SCALE_SLOTS, STAGE_BYTES, THREADS, ListPlan
+from .plan import SCALE_SLOTS, STAGE_BYTES, THREADS, ListPlan, name_of
 
 PRODUCER, LISTER = 8, 9
 WORKERS = 8
@@ -888,11 +888,6 @@ def launch_list(
         min_blocks_per_mp=1,
         preferred_smem_carveout=100,
     )
-
-
-def name_of(spec: KernelSpec) -> str:
-    """File name and symbol prefix: the entry's code, and how many token columns the MMA has."""
-    return f"list_{spec.code_name}_n{8 if spec.tokens <= 8 else 16}"
 
 
 def host_function(spec: KernelSpec) -> tuple[Callable[..., Any], tuple[Any, ...]]:

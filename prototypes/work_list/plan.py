@@ -127,3 +127,8 @@ class ListPlan:
             total=at,
             **offsets,
         )
+
+
+def name_of(spec: KernelSpec) -> str:
+    """File name and symbol prefix: the entry's code, and how many token columns the MMA has."""
+    return f"list_{spec.code_name}_n{8 if spec.tokens <= 8 else 16}"
