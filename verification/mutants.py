@@ -218,7 +218,7 @@ TEXT_RULES = (
     TextRule("instruction descriptor", r"mov\.b32 \t?%\w+, (?P<x>134\d{6});", _flip_bits(*_INSTRUCTION_FIELDS)),
     TextRule("warp operation", r"redux\.sync\.(?P<x>max)\.", _to("min")),
     TextRule("warp operation", r"redux\.sync\.(?P<x>min)\.", _to("max")),
-    TextRule("warp operation", r"shfl\.sync\.idx\.b32 %\w+, %\w+, (?P<x>%r\w+), 0x1f", _to("31")),
+    TextRule("warp operation", r"shfl\.sync\.(?P<x>idx)\.b32 %\w+, %\w+, %r\w+, 0x1f", _to("up")),
     TextRule("predicated access", r"@(?P<x>%p\d+) (?:st|ld)\.\w+\.\S+ [^;]*;", lambda m: [(m[0].split(" ", 1)[1], "done by every lane")]),
     TextRule("predicated access", r"@(?P<x>%p\d+) (?:st|ld)\.\w+\.\S+ [^;]*;", lambda m: [("@!" + m[0][1:], "done by the other lanes")]),
 )

@@ -111,15 +111,18 @@ class EmulatedCall:
             buffers.append(Buffer("bias", _bytes(inputs.bias), align=4))
         return buffers
 
-    def parameters(self) -> list[Parameter]:
-        """In the order of :data:`megamoe_aot.abi.PARAMETERS`. The maps are the objects that the loader encodes."""
+    def parameters(self, flags: int = 0) -> list[Parameter]:
+        """In the order of :data:`megamoe_aot.abi.PARAMETERS`. The maps are the objects that the loader encodes.
+
+        ``flags``: set beside the entry's own, also such as no launch of this entry sets.
+        """
         spec = self.spec
         special: dict[str, Parameter] = {
             "w13_map": TensorMap(tensor_map.w13_map(spec), "w13"),
             "w2_map": TensorMap(tensor_map.w2_map(spec), "w2"),
             "scale": float(spec.scale),
             "limit": math.inf if spec.limit is None else float(spec.limit),
-            "flags": FLAG_UE8M0 * spec.ue8m0 | FLAG_GATE_FIRST * (spec.w13_order == "gate_up"),
+            "flags": flags | FLAG_UE8M0 * spec.ue8m0 | FLAG_GATE_FIRST * (spec.w13_order == "gate_up"),
         }
         if self.inputs.bias is None:
             special["bias"] = Pointer(None)
@@ -138,10 +141,10 @@ class EmulatedCall:
         size = len(next(iter(pages.values())))
         return SparseBuffer(self.spec.experts * size, size, pages)
 
-    def emulate(self, ptx: str, routes: Sequence[int] | None = None, **options: Any) -> Outcome:
-        """Run ``ptx`` for these routes (all by default). ``options`` are those of :func:`emulator.emulate`."""
+    def emulate(self, ptx: str, routes: Sequence[int] | None = None, *, flags: int = 0, **options: Any) -> Outcome:
+        """Run ``ptx`` for these routes (all by default). ``flags``: see :meth:`parameters`; the rest is for :func:`emulator.emulate`."""
         buffers = self.buffers(routes)
-        result = emulator.emulate(ptx, self.launch(), buffers, self.parameters(), clusters=routes, **options)
+        result = emulator.emulate(ptx, self.launch(), buffers, self.parameters(flags), clusters=routes, **options)
         named = {buffer.name: buffer.data for buffer in buffers}
         shape = (self.call.tokens, self.spec.top_k)
 
@@ -170,14 +173,17 @@ class EmulatedCall:
         return dataclasses.replace(found, routing=self.routing, layer=dataclasses.replace(found.layer, options=self.options))
 
     def compare(self, outcome: Outcome, routes: Sequence[int] | None = None) -> tuple[Report, float]:
-        """(the contract's judgement of the routes that were run, the share of their ``out`` elements with the reference's bits)."""
+        """(the contract's judgement of the routes that were run, the share of their ``out`` elements with the reference's bits).
+
+        A NaN equals a NaN: the reference does not say which.
+        """
         want = self.reference(routes)
         run = list(range(self.routes) if routes is None else routes)
         out, ids, weights = want.out.clone(), want.ids.clone(), want.weights.clone()  # the other routes agree by definition
         out[run] = outcome.out[run]
         ids.view(-1)[run] = outcome.ids.view(-1)[run]
         weights.view(-1)[run] = outcome.weights.view(-1)[run]
-        equal = out[run].view(torch.int16) == want.out[run].view(torch.int16)
+        equal = (out[run].view(torch.int16) == want.out[run].view(torch.int16)) | (out[run].isnan() & want.out[run].isnan())
         return compare(want, out, ids, weights), float(equal.double().mean())
 
     def weights_error(self, outcome: Outcome, routes: Sequence[int] | None = None) -> float:
