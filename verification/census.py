@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import itertools
 import json
 import re
@@ -30,6 +29,7 @@ from kernels.build.constants import immediate
 from kernels.build.ptx import Entry, Statement, read_entry
 from megamoe_aot.manifest import Manifest
 
+from .artifacts import read_ptx
 from .disassembly import SassInstruction, disassemble
 
 RULES = {
@@ -379,17 +379,6 @@ def _unknown_sass(symbol: str, sass: Iterable[SassInstruction]) -> list[str]:
         if not known:
             unknown[f"SASS opcode {i.opcode} in {'the kernel' if i.function == symbol else i.function}"] += 1
     return [f"{what} ({number}) is on no line and not known to be plain" for what, number in sorted(unknown.items())]
-
-
-def read_ptx(manifest: Manifest, sha256: str) -> str:
-    """The PTX of a cubin, checked against the manifest. Raises ValueError where the file is missing or another one."""
-    path = manifest.folder / f"{sha256}.ptx"
-    if not path.exists():
-        raise ValueError(f"{path} is missing: it is not in the wheel; run python build_kernels.py --all in a checkout")
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != manifest.cubins[sha256].ptx_sha256:
-        raise ValueError(f"{path} is not the PTX of this build; run python build_kernels.py --all")
-    return data.decode()
 
 
 def census_of(manifest: Manifest, sha256: str) -> Census:

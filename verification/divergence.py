@@ -22,7 +22,7 @@ from emulator.cfg import post_dominators, successors
 from emulator.parser import Address, Instruction, Kernel, Operand, Pair, Reg, Vector, parse
 from megamoe_aot.manifest import Manifest
 
-from .census import read_ptx
+from .artifacts import read_ptx
 
 SAME_IN_A_WARP = frozenset(
     "%ctaid.x %ctaid.y %ctaid.z %nctaid.x %ntid.x %clusterid.x %nclusterid.x %cluster_ctarank %cluster_nctarank".split()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,12 +28,12 @@ from benchmarks.expected import Call
 from benchmarks.report import write_json
 from emulator import CATALOGUE, OFF, POLICIES, Checks
 from megamoe_aot import loader
-from megamoe_aot.errors import DamagedArtifactError
 from megamoe_aot.manifest import Entry, Manifest
 from megamoe_aot.menu import LEAD
 from tests.data import BAD_TOKEN
 
 from . import results
+from .artifacts import read_ptx
 from .problem import EmulatedCall, Outcome
 
 ROLES = {
@@ -65,21 +64,9 @@ class Verdict:
 
 def ptx_of(manifest: Manifest, entry: Entry) -> str:
     """The PTX that the entry's cubin was assembled from, both verified. Raises DamagedArtifactError, ManifestError."""
-    record = manifest.record(entry)
-    loader.check_record(entry, record)
+    loader.check_record(entry, manifest.record(entry))
     manifest.read_cubin(entry.cubin)
-    path = manifest.folder / f"{entry.cubin}.ptx"
-    try:
-        image = path.read_bytes()
-    except OSError as error:
-        raise DamagedArtifactError(
-            f"cannot read {path}: {error.strerror}; PTX is not in the wheel: python build_kernels.py --all"
-        ) from error
-    if (found := hashlib.sha256(image).hexdigest()) != record.ptx_sha256:
-        raise DamagedArtifactError(
-            f"{path} has sha256 {found}, the manifest says {record.ptx_sha256}; rebuild: python build_kernels.py --all"
-        )
-    return image.decode()
+    return read_ptx(manifest, entry.cubin)
 
 
 def verify(call: EmulatedCall, ptx: str, routes: Sequence[int] | None, schedule: Schedule) -> Verdict:

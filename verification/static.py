@@ -35,7 +35,7 @@ from megamoe_aot import abi, tensor_map
 from megamoe_aot.manifest import Manifest
 from megamoe_aot.spec import ENGINES, KernelSpec
 
-from .census import read_ptx
+from .artifacts import read_ptx
 
 EXPERT = 0
 """The expert of the route, and of every entry of the table of experts: with equal logits the first route's expert is 0."""
