@@ -10,7 +10,7 @@ Warp 0 is the producer, warp 1 issues the MMAs and owns the TMEM allocation, war
 | acc1[u] | commit after the last MMA of unit u | consumer warps |
 | sums | one arrive.expect_tx in the prologue + every CTA's st.async bytes | consumer warps (cluster scope) |
 | acc2[t] | commit after the last MMA of tile t | consumer warps |
-| named 0 | all threads: barriers are initialised, operands zeroed, TMEM allocated, the token's experts in shared memory | |
+| named 3 | all threads: barriers are initialised, operands zeroed, TMEM allocated, the token's experts in shared memory | |
 | named 1 | consumer warps: scales are in shared memory | |
 | named 2 | consumer and MMA warps: the last accumulator has been read, TMEM may be freed | |
 """
@@ -28,10 +28,9 @@ from megamoe_aot.spec import KernelSpec
 from megamoe_aot.tensor_memory import COLUMNS, MAX_COLUMNS, TensorMemory
 
 from . import exchange, pipeline, ptx, quantise, routing
-from .pipeline import CONSUMER_BARRIER, CONSUMER_THREADS, barrier
+from .pipeline import CONSUMER_BARRIER, CONSUMER_THREADS, PROLOGUE_BARRIER, TMEM_BARRIER, barrier
 
 PRODUCER_WARP, MMA_WARP, FIRST_CONSUMER = 0, 1, 2
-TMEM_BARRIER = 2
 
 
 def tensor_memory(spec: KernelSpec) -> TensorMemory:
@@ -237,8 +236,8 @@ def program(
         ptx.sync_warp()
         ptx.tcgen05_alloc(base + Uint32(spec.shared.tmem), tensor_memory(spec).allocated)
         ptx.tcgen05_relinquish()
-        ptx.grid_dependency_wait()
-        begin_together(spec)
+        ptx.tcgen05_fence_before()  # the consumers' fence behind acc1 is the other half
+        begin_together(spec)  # no grid_dependency_wait: this role touches shared memory, barriers and TMEM only
         mma_warp(spec, base, lane)
     else:
         quarter = warp & Uint32(3)
@@ -253,7 +252,5 @@ def program(
 
 def begin_together(spec: KernelSpec) -> None:
     """The CTA barrier of the prologue, and this CTA's word to its cluster that its barriers are initialised."""
-    ptx.tcgen05_fence_before()
-    ptx.cta_barrier(0, spec.block_threads)
-    ptx.tcgen05_fence_after()
+    ptx.cta_barrier(PROLOGUE_BARRIER, spec.block_threads)
     ptx.cluster_arrive_relaxed()

@@ -88,8 +88,7 @@ def launch(
 
 def host_function(spec: KernelSpec) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The host function and the example arguments for ``cute.compile``; the symbol is ``<spec.code_name>_0``."""
-    names = [p for p in inspect.signature(moe).parameters if p != "spec"] if hasattr(moe, "__wrapped__") else None
-    assert names is None or names == [p.name for p in abi.PARAMETERS]
+    assert [*inspect.signature(moe).parameters] == ["spec", *(p.name for p in abi.PARAMETERS)]
     moe.set_name_prefix(spec.code_name, remove_cutlass_symbol=True, keep_mangled_name=False)
     pointer = make_ptr(cutlass.Uint8, 0x1000, cute.AddressSpace.gmem, assumed_align=4)
     return launch, (spec.code, *[pointer] * 8, Float32(1.0), Float32(1.0), Uint32(0))

@@ -7,7 +7,7 @@ Warps 0-3 are the consumer warpgroup (quantise, MMA, epilogue), warp 4 is the pr
 | full[s] | producer's arrive.expect_tx + TMA bytes | consumer warps |
 | empty[s] | lane 0 of each consumer warp, once its MMAs on the stage are complete | producer |
 | sums | one arrive.expect_tx in the prologue + every CTA's st.async bytes | consumer warps (cluster scope) |
-| named 0 | all threads: barriers are initialised, operands zeroed, the token's experts in shared memory | |
+| named 3 | all threads: barriers are initialised, operands zeroed, the token's experts in shared memory | |
 | named 1 | consumer warps, three times: (1) token rows and scales are written and fenced, (2) GEMM1's MMAs have read the | |
 | | token rows, so hidden rows may overwrite them, (3) hidden rows and scales are written and fenced | |
 """
@@ -24,7 +24,7 @@ from megamoe_aot.shared_memory import GROUP_BYTES, STAGE_BYTES, scale_columns
 from megamoe_aot.spec import KernelSpec
 
 from . import exchange, pipeline, ptx, quantise, routing
-from .pipeline import CONSUMER_BARRIER, CONSUMER_THREADS, barrier
+from .pipeline import CONSUMER_BARRIER, CONSUMER_THREADS, PROLOGUE_BARRIER, barrier
 
 PRODUCER_WARP = 4
 
@@ -167,7 +167,7 @@ def program(
             ptx.prefetch_tensor_map(w2)
         ptx.grid_dependency_wait()
         expert = pipeline.route_and_begin(spec, base, lane, cta, token, rank, logits, biases, w13, flags)
-        ptx.cta_barrier(0, spec.block_threads)
+        ptx.cta_barrier(PROLOGUE_BARRIER, spec.block_threads)
         ptx.cluster_arrive_relaxed()
         if ptx.per_lane(lane == Uint32(0)):
             pipeline.stream_weights(spec, base, w13, w2, expert, cta, flags)
@@ -179,7 +179,7 @@ def program(
         pipeline.zero_operands(spec, base, thread)
         ptx.grid_dependency_wait()
         words = quantise.load_token(spec, x, token, cta % Uint32(spec.split.parts), warp, lane)
-        ptx.cta_barrier(0, spec.block_threads)
+        ptx.cta_barrier(PROLOGUE_BARRIER, spec.block_threads)
         ptx.cluster_arrive_relaxed()
         consumer_warps(
             spec, base, thread, lane, warp, cta, token, rank, words, logits, w13_scale, w2_scale, out, ids, weights, scale, limit, flags

@@ -16,7 +16,11 @@ from . import ptx, routing
 
 CONSUMER_THREADS = 128
 CONSUMER_BARRIER = 1
-"""Named barrier of the four consumer warps (0 is the whole CTA's)."""
+"""Named barrier of the four consumer warps."""
+TMEM_BARRIER = 2
+"""Named barrier of the consumer and MMA warps (Blackwell)."""
+PROLOGUE_BARRIER = 3
+"""Named barrier of the whole CTA. Not 0: tools take barrier 0 for __syncthreads(), which all threads reach at one place."""
 
 
 class Place(NamedTuple):
@@ -208,7 +212,6 @@ def route_and_begin(
     values = routing.load_logits(spec, logits, token, lane)
     if ptx.per_lane(lane == Uint32(0)):
         init_full_barriers(spec, base)
-    ptx.sync_warp()
     scratch = base + Uint32(spec.shared.staging)  # the consumer warps use it only after the CTA barrier
     chosen = routing.choose(spec, routing.selection_keys(spec, values, bias), lane, scratch)
     if ptx.per_lane(lane < Uint32(spec.top_k)):

@@ -8,7 +8,7 @@ move the base and cost the second CTA of the SM.
 | stages | ring * 16384 | TMA | MMA |
 | operand | one 1 KiB row group per K block (+ a shared zero group on Blackwell) | consumer warps | MMA |
 | sums | parts * tiles1 * 512 | st.async of every CTA of the cluster | consumer warps |
-| staging | 4 warps * 128 | a consumer warp | the same warp |
+| staging | 4 warps * 128 | before the CTA barrier the producer warp (routing scratch), then a consumer warp each | the same warp |
 | scales | see the fields | consumer warps | consumer warps |
 | ids | 4 * 32 | producer warp | consumer warps |
 | tmem | 4, padded to 16 | tcgen05.alloc (Blackwell) | MMA and consumer warps |

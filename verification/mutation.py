@@ -2,11 +2,11 @@
 
     python -m verification mutation [--per-category N] [--extra N] [--seed S] [--jobs N] [--fresh] [--out FILE]
 
-Of each subject's mutants (:mod:`verification.mutants`) a seeded sample is run: ``--per-category`` of every category (all of a smaller
-one) and ``--extra`` of the rest. A mutant meets the subject's scenarios, one route each, until something shows: another result than
-the unbroken kernel's (out, ids or weights, also bytes that the route does not own), a sanitizer finding that the unbroken kernel does
-not have, a deadlock, or PTX that cannot be. What survives every scenario must be listed in ``equivalent_mutants.json`` with the reason
-why nothing could tell it from the original.
+Every mutant of each subject (:mod:`verification.mutants`) is run, or with ``--extra N`` a seeded sample: ``--per-category`` of every
+category (all of a smaller one) and N of the rest. A mutant meets the subject's scenarios, one route each, until something shows:
+another result than the unbroken kernel's (out, ids or weights, also bytes that the route does not own), a sanitizer finding that the
+unbroken kernel does not have, a deadlock, or PTX that cannot be. What survives every scenario must be listed in
+``equivalent_mutants.json`` with the reason why nothing could tell it from the original.
 
 Work done is kept in ``build/mutation/``, so that an interrupted run goes on; it counts only for the same PTX and the same emulator. Exit
 status 1 where less than 95 % of the sample is caught or a survivor has no reason.
@@ -48,7 +48,6 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 PROGRESS = results.ROOT / "build" / "mutation"
 CAUGHT_SHARE = 0.95
 PER_CATEGORY = 3
-EXTRA = 40
 PATIENCE = 4
 """A mutant may execute this many times the unbroken kernel's instructions before it counts as a livelock."""
 
@@ -187,8 +186,10 @@ def reason_for(subject: str, mutant: Mutant, reasons: dict[tuple[str, str], Reas
 # ------------------------------------------------------------------------------------------------------------------- The sample
 
 
-def sample(mutants: Sequence[Mutant], per_category: int, extra: int, seed: int) -> list[Mutant]:
-    """``per_category`` mutants of every category, all of a smaller one, and ``extra`` of the rest; in the order of enumeration."""
+def sample(mutants: Sequence[Mutant], per_category: int, extra: int | None, seed: int) -> list[Mutant]:
+    """``per_category`` mutants of every category, all of a smaller one, and ``extra`` of the rest (None: all)."""
+    if extra is None:
+        return list(mutants)
     rng = random.Random(seed)
     by_category: dict[str, list[Mutant]] = {}
     for mutant in mutants:
@@ -287,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python -m verification mutation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--per-category", type=int, default=PER_CATEGORY)
-    parser.add_argument("--extra", type=int, default=EXTRA, help="mutants beyond those, from all categories")
+    parser.add_argument("--extra", type=int, help="take a sample: this many beyond those, from all categories (default: all mutants)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--fresh", action="store_true", help="forget earlier work")
