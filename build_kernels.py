@@ -28,9 +28,10 @@ from kernels.build.lock import Lock, differences
 from kernels.build.sources import source_digest
 from kernels.build.validation import validated
 from megamoe_aot.errors import ManifestError
+from megamoe_aot.finalize import CodeSpec
 from megamoe_aot.manifest import Manifest
 from megamoe_aot.menu import menu_specs
-from megamoe_aot.spec import ARCHS, KernelSpec
+from megamoe_aot.spec import ARCHS
 
 ARTIFACTS = ROOT / "artifacts"
 
@@ -100,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.check:
         return report_check(differences(lock, ours, options.whole_menu), len(built), out, err)
     removed = write_artifacts(options.out, jobs.manifest_of(options.selection, built, ours), jobs.files_of(built))
-    out.print(f"wrote {len(options.selection)} entries, {len(built)} cubins to {options.out}; removed {len(removed)} stale files")
+    size = sum(len(b.compiled.cubin) for b in built.values())
+    what = f"{len(options.selection)} entries, {len(built)} cubins of {size / 1e6:.1f} MB"
+    out.print(f"wrote {what} to {options.out}; removed {len(removed)} stale files")
     if options.update_lock:
         ours.save(options.lock)
         out.print(f"wrote {options.lock}")
@@ -131,7 +134,7 @@ def build_with_progress(selection: jobs.Selection, job_count: int, console: Cons
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("compiling", total=len(codes))
 
-        def on_done(spec: KernelSpec, result: jobs.Built | BuildError) -> None:
+        def on_done(spec: CodeSpec, result: jobs.Built | BuildError) -> None:
             progress.advance(task)
             if isinstance(result, BuildError):
                 progress.console.print(f"[red]failed[/]  {spec.code_name}")
@@ -141,10 +144,10 @@ def build_with_progress(selection: jobs.Selection, job_count: int, console: Cons
         return jobs.build_codes(codes.values(), job_count, on_done)
 
 
-def summary(spec: KernelSpec, built: jobs.Built) -> str:
+def summary(spec: CodeSpec, built: jobs.Built) -> str:
     """The figures of one result that a reader looks at first."""
     record = built.record
-    return f"{record.registers} registers, {spec.shared.total} B shared, {record.resident_ctas} CTAs per SM, {built.sha256[:12]}"
+    return f"{record.registers} registers, {spec.shared_bytes} B shared, {record.resident_ctas} CTAs per SM, {built.sha256[:12]}"
 
 
 def report_check(found: Sequence[str], count: int, out: Console, err: Console) -> int:

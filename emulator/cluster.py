@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from .config import Arithmetic, Checks, Launch, Limits
 from .cta import Cta
-from .decode import Program
-from .findings import Finding, Findings, Where
+from .findings import Where
 from .mbarrier import Mbarrier
-from .memory import GlobalMemory, ParameterBlock, SharedMemory
+from .memory import SharedMemory
 from .report import Counts, Timeline
 from .sanitizer import Sanitizer
 from .scheduler import AsyncOp, Scheduler
 from .warp import Fragment, Lanes
+
+if TYPE_CHECKING:
+    from .wave import Wave
 
 
 @dataclasses.dataclass
@@ -37,72 +35,30 @@ class ClusterBarrier:
 class Cluster:
     """Everything that one cluster's instructions act on."""
 
-    def __init__(
-        self,
-        program: Program,
-        launch: Launch,
-        index: int,
-        memory: GlobalMemory,
-        parameters: ParameterBlock,
-        arithmetic: Arithmetic,
-        checks: Checks | None,
-        limits: Limits,
-        policy: str,
-        seed: int,
-    ) -> None:
-        self.program, self.launch, self.index = program, launch, index
-        self.memory, self.parameters, self.arithmetic, self.limits = memory, parameters, arithmetic, limits
-        self.checks = checks or Checks()
-        self.rng = random.Random(f"{seed}/{index}")
-        self.numpy_rng = np.random.default_rng(self.rng.getrandbits(64))
-        self.findings = Findings(self.checks.disabled, limits.findings)
+    scheduler: Scheduler
+    """The wave's, which sets it."""
+
+    def __init__(self, wave: Wave, index: int, slot: int) -> None:
+        """``index``: in the grid; ``slot``: in the wave."""
+        self.wave, self.index, self.slot = wave, index, slot
+        self.program, self.launch, self.checks = wave.program, wave.launch, wave.checks
+        self.memory, self.parameters, self.arithmetic = wave.memory, wave.parameters, wave.arithmetic
+        self.rng, self.numpy_rng, self.findings = wave.rng, wave.numpy_rng, wave.findings
+        launch, program = self.launch, self.program
         self.shared = SharedMemory(launch.ctas, program.static_shared + launch.dynamic_shared, self.checks.scramble_addresses)
         self.chunks = self.shared.data.reshape(-1, 16)
         self.barriers: dict[tuple[int, int], Mbarrier] = {}
         self.barrier = ClusterBarrier()
         self.timeline = Timeline()
         self.counts = Counts()
-        self.current: Fragment | AsyncOp | None = None
-        self.dependency_done = False
-        self.dependency_waiters: list[Fragment] = []
         self.ctas = [Cta(self, rank, program) for rank in range(launch.ctas)]
-        warps = self.ctas[0].warp_count
-        self.executed = np.zeros((launch.ctas * warps, len(program.ops)), np.int64).tolist()
-        self.sanitizer = Sanitizer(self, warps, program.granule) if checks is not None else None
-        self.scheduler = Scheduler(self, policy)
-
-    def run(self) -> None:
-        """Execute to the end. What went wrong is in ``findings``."""
-        for product, total in self.program.contracted:
-            where = Where(self.index, line=total.line, text=total.text)
-            self.findings.add("E-CONTRACT", f"the product of line {product.line} may be fused into this sum", where)
-        self.scheduler.submit(AsyncOp("the preceding grid completes", 0, Where(self.index), self._dependency))
-        for cta in self.ctas:
-            for warp in cta.warps:
-                if self.sanitizer:
-                    warp.clock = self.sanitizer.start(warp)
-                self.scheduler.wake(warp.fragments[0])
-        with np.errstate(all="ignore"):
-            self.scheduler.run()
-        self._finish()
-
-    def _dependency(self) -> None:
-        self.dependency_done = True
-        for fragment in self.dependency_waiters:
-            self.scheduler.wake(fragment)
-
-    def _finish(self) -> None:
-        self.current = None
-        for cta in self.ctas:
-            warps = slice(cta.rank * cta.warp_count, (cta.rank + 1) * cta.warp_count)
-            for index, executed in enumerate(self.executed[warps]):
-                self.counts.add_instructions(index, executed, self.program)
+        self.sanitizer = Sanitizer(self, wave.globals, self.ctas[0].warp_count, program.granule) if wave.globals else None
 
     # ---- findings ----
 
     def where(self, ahead: int = 0) -> Where:
         """The instruction that runs now (the interpreter has advanced the program counter past it; ``ahead``: not yet)."""
-        current = self.current
+        current = self.wave.current
         if isinstance(current, AsyncOp):
             return current.where
         if current is None:
@@ -123,9 +79,6 @@ class Cluster:
         """A byte of dynamic shared memory, by the caller's name for it where there is one."""
         name = self.launch.labels.get(offset - self.program.static_shared)
         return f"{name} (offset {offset})" if name else f"shared memory offset {offset}"
-
-    def found(self) -> list[Finding]:
-        return self.findings.list()
 
     # ---- exits ----
 
@@ -157,6 +110,8 @@ class Cluster:
         if late := [b.name for b in own if b.commits or b.committed > b.observed]:
             text = f"CTA {cta.rank} exits although nobody waited for the last arrivals of tcgen05.commit on {', '.join(late)}"
             self.report("A-COMMIT-EXIT", text)
+        if half := [f"{n} ({b.arrived} of {b.count} threads)" for n, b in cta.barriers.items()]:
+            self.report("E-SYNC", f"CTA {cta.rank} exits with threads arrived at barrier {', '.join(half)}")
         if running := [w.index for w in cta.warps if w.wgmma and w.wgmma.queue]:
             self.report("E-WGMMA", f"CTA {cta.rank} exits while MMAs of warps {running} are outstanding")
         if cta.tmem.allocations:

@@ -41,6 +41,12 @@ class Launch:
     """Bytes of dynamic shared memory per CTA."""
     labels: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Names for byte offsets from the dynamic shared memory base ("full[0]"), used in reports only."""
+    columnwise: tuple[range, ...] = ()
+    """Byte ranges of dynamic shared memory with one entry per MMA column: rows of an operand B, and what is multiplied with their sums.
+    Reading an entry that another thread may be writing spoils that column only. The sanitizer reports such a race not when the entry
+    is read but when a value of the column is stored, followed, or decides something."""
+    co_resident: bool = False
+    """All clusters of the grid are alive at once, as a cooperative launch promises: they may wait for each other through global memory."""
 
     def __post_init__(self) -> None:
         for name in ("grid", "block", "cluster"):
@@ -110,6 +116,9 @@ class Buffer:
     """The preceding kernel of the stream may write it: no access before griddepcontrol.wait."""
     align: int = 16
     """The base address gets exactly this alignment and no more."""
+    initialised: NDArray[np.bool_] | None = None
+    """Of an ``inout`` buffer, bool [size]: bytes that hold something when the kernel starts (None: all). The kernel's stores set it
+    in place, so that a further launch on the same memory can get the same array."""
 
     def __post_init__(self) -> None:
         if isinstance(self.data, SparseBuffer):
@@ -117,6 +126,9 @@ class Buffer:
                 raise ValueError(f"buffer {self.name}: a sparse buffer can only be an input")
         elif self.data.dtype != np.uint8 or self.data.ndim != 1 or not self.data.flags.c_contiguous:
             raise ValueError(f"buffer {self.name}: data must be contiguous uint8 [size]; got {self.data.dtype} {self.data.shape}")
+        mask = self.initialised
+        if mask is not None and (self.role != "inout" or mask.shape != (self.size,) or mask.dtype != bool):
+            raise ValueError(f"buffer {self.name}: initialised must be bool [{self.size}], and the buffer inout")
         if self.align < 1 or self.align & (self.align - 1):
             raise ValueError(f"buffer {self.name}: align must be a power of two; got {self.align}")
 
@@ -232,6 +244,9 @@ class Checks:
     operands: that the asynchronous copies which the issuing thread had waited for are over (the MMAs read their bytes).
     all: whatever the issuing thread had acquired; PTX does not say that a commit releases it.
     """
+    dependents_wait: bool = False
+    """Every kernel that may start early runs griddepcontrol.wait before it touches anything of this one: stores may follow
+    launch_dependents."""
     spurious_wait: float = 1 / 32
     """Probability that a try_wait that has to wait returns False at once, as its time limit allows."""
     scramble_addresses: bool = False
@@ -248,6 +263,6 @@ class Limits:
     """Where to give up."""
 
     instructions: int = 5_000_000
-    """Warp instructions of one cluster, about; beyond it the run is reported as a livelock."""
+    """Warp instructions per cluster, about; beyond it the run is reported as a livelock."""
     findings: int = 200
-    """Different findings of one cluster; further ones are counted only."""
+    """Different findings of one cluster, or of a co-resident grid; further ones are counted only."""

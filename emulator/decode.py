@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from . import polling
 from .cfg import post_dominators
 from .config import Arithmetic, Launch
 from .memory import SHARED_START
 from .parser import Address, Discard, Imm, Instruction, Kernel, Label, Module, Operand, PtxError, Reg, Symbol, Vector
+from .polling import PollSite
 from .warp import FULL, LANES, Fragment, Lanes, Warp
 
 DTYPES = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -152,6 +154,10 @@ class Program:
     static_shared: int
     granule: int
     """Bytes of the narrowest shared-memory access, at most 4: what the sanitizer tells apart."""
+    polls: dict[int, PollSite]
+    """Loads of poll loops, by instruction index."""
+    spins: bool
+    """A warp may run on and on while it waits."""
     contracted: list[tuple[Instruction, Instruction]]
     """(mul.f32, add.f32) pairs that ptxas is free to fuse."""
 
@@ -199,8 +205,14 @@ class Decoder:
         for op in ops:
             if touched := self.accumulators.intersection(op.writes):
                 op.execute = _noting(op.execute, touched)
+        polls = polling.analyse(ops)
+        if polls:
+            for op in filter(polling.impure, ops):
+                op.execute = _ending_poll(op.execute)
         pairs = contractions(self.kernel.instructions)
-        return Program(self.kernel, ops, self.meeting, self.layout, self.static_shared, self.granule, pairs)
+        return Program(
+            self.kernel, ops, self.meeting, self.layout, self.static_shared, self.granule, polls, polling.spins(ops, polls), pairs
+        )
 
     def fail(self, why: str) -> Any:
         raise PtxError(f"line {self.instruction.line}: {why}: {self.instruction.text!r}")
@@ -293,6 +305,16 @@ def _noting(execute: Execute, registers: set[int]) -> Execute:
         return execute(fragment, lanes)
 
     return noted
+
+
+def _ending_poll(execute: Execute) -> Execute:
+    """Whatever has an effect ends a round of polling."""
+
+    def ended(fragment: Fragment, lanes: Lanes) -> Signal | None:
+        fragment.poll = None
+        return execute(fragment, lanes)
+
+    return ended
 
 
 def contractions(code: tuple[Instruction, ...]) -> list[tuple[Instruction, Instruction]]:

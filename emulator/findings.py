@@ -12,6 +12,7 @@ CATALOGUE: dict[str, tuple[Severity, str]] = {
     # memory
     "E-UNINIT": ("error", "read of shared memory, TMEM, a register or an output buffer that nobody wrote"),
     "E-RACE": ("error", "conflicting accesses that no synchronisation orders"),
+    "A-PACKET": ("assumption", "a 4-byte value that an unordered relaxed load saw of another thread is used: it may be an old one"),
     "E-SCOPE": ("error", "data of another CTA consumed through a CTA-scope acquire"),
     "E-PROXY": ("error", "written by ordinary stores, then accessed by TMA or MMA without fence.proxy.async in between"),
     "A-STASYNC": ("assumption", "bytes that st.async wrote are accessed by TMA or MMA without fence.proxy.async"),

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from .cluster import Cluster
 from .config import OFF, POLICIES, Arithmetic, Buffer, Checks, Launch, Limits, Parameter
 from .decode import Program, decode
 from .findings import Finding, Findings, Where
 from .memory import GlobalMemory, ParameterBlock
 from .parser import parse
 from .report import Counts, Timeline
+from .wave import Wave
 
 __all__ = ["OFF", "Result", "emulate"]
 
@@ -29,7 +29,7 @@ class Result:
     timelines: dict[int, Timeline]
     """Cluster index -> its timeline."""
     steps: int
-    """Scheduler steps, over all clusters."""
+    """Scheduler steps, over all clusters (of a co-resident grid they have one scheduler)."""
 
     @property
     def errors(self) -> list[Finding]:
@@ -64,12 +64,12 @@ class _Job:
     policy: str
     seed: int
 
-    def run(self, index: int) -> tuple[list[Finding], Counts, Timeline, int]:
-        """Execute one cluster."""
-        cluster = Cluster(
+    def run(self, indices: Sequence[int]) -> _Outcome:
+        """Execute clusters that are alive at once."""
+        wave = Wave(
             self.program,
             self.launch,
-            index,
+            indices,
             self.memory,
             self.parameters,
             self.arithmetic,
@@ -78,8 +78,19 @@ class _Job:
             self.policy,
             self.seed,
         )
-        cluster.run()
-        return cluster.found(), cluster.counts, cluster.timeline, cluster.scheduler.step
+        wave.run()
+        timelines = {cluster.index: cluster.timeline for cluster in wave.clusters}
+        return _Outcome(wave.findings.list(), wave.counts(), timelines, wave.scheduler.step)
+
+
+@dataclasses.dataclass
+class _Outcome:
+    """What one wave did."""
+
+    findings: list[Finding]
+    counts: Counts
+    timelines: dict[int, Timeline]
+    steps: int
 
 
 def emulate(
@@ -102,7 +113,7 @@ def emulate(
     ``parameters`` follow the kernel's parameter list. ``seed`` and ``policy`` (one of ``POLICIES``) fix the schedule, the order in
     which asynchronous operations complete, and everything that PTX leaves to chance; the same seed gives the same run
     whatever ``jobs`` is. ``checks=OFF`` runs without the sanitizer. ``clusters`` picks clusters of the grid (all by default);
-    they run one after another, each in fresh shared memory, in ``jobs`` processes.
+    they run one after another, each in fresh shared memory, in ``jobs`` processes. A co-resident grid runs whole, in one process.
 
     Raises PtxError for PTX that is not understood (any unknown instruction, before anything runs) and ValueError for
     arguments that do not fit the kernel. What the kernel does wrong is not an exception but a finding.
@@ -117,14 +128,16 @@ def emulate(
     indices = list(range(launch.clusters) if clusters is None else clusters)
     if bad := [i for i in indices if not 0 <= i < launch.clusters]:
         raise ValueError(f"clusters {bad} are outside the grid of {launch.clusters} clusters")
+    if launch.co_resident and clusters is not None:
+        raise ValueError("the clusters of a co-resident grid wait for each other: it runs whole, without a choice of clusters")
+    waves = [indices] if launch.co_resident else [[index] for index in indices]
     findings = Findings(limit=1 << 30)
     result = Result([], Counts(), {}, 0)
-    outcomes = map(job.run, indices) if jobs <= 1 or len(indices) < 2 else _in_processes(job, indices, jobs, findings)
-    for index, (found, counts, timeline, steps) in zip(indices, outcomes, strict=True):
-        findings.merge(found)
-        result.counts.merge(counts)
-        result.timelines[index] = timeline
-        result.steps += steps
+    for outcome in map(job.run, waves) if jobs <= 1 or len(waves) < 2 else _in_processes(job, indices, jobs, findings):
+        findings.merge(outcome.findings)
+        result.counts.merge(outcome.counts)
+        result.timelines |= outcome.timelines
+        result.steps += outcome.steps
     result.findings = findings.list()
     return result
 
@@ -138,7 +151,7 @@ Written = dict[str, tuple[np.ndarray, np.ndarray]]
 """Buffer name -> (byte offsets, bytes) that a cluster wrote."""
 
 
-def _in_processes(job: _Job, indices: list[int], jobs: int, findings: Findings) -> list[tuple[list[Finding], Counts, Timeline, int]]:
+def _in_processes(job: _Job, indices: list[int], jobs: int, findings: Findings) -> list[_Outcome]:
     """Run the clusters in forked processes and write their outputs into this process's buffers."""
     global _job
     _job = job
@@ -153,12 +166,12 @@ def _in_processes(job: _Job, indices: list[int], jobs: int, findings: Findings) 
     return outcomes
 
 
-def _run_in_child(index: int) -> tuple[tuple[list[Finding], Counts, Timeline, int], Written]:
+def _run_in_child(index: int) -> tuple[_Outcome, Written]:
     assert _job is not None
     for allocation in _job.memory.allocations:
         if allocation.dirty is not None:
             allocation.dirty[:] = False
-    outcome = _job.run(index)
+    outcome = _job.run([index])
     written: Written = {}
     for allocation in _job.memory.allocations:
         data = allocation.buffer.data

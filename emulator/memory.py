@@ -80,6 +80,23 @@ class Allocation:
     dirty: NDArray[np.bool_] | None
     """Bytes that the kernel wrote; None for inputs."""
 
+    def write(self, at: NDArray[np.int64], values: Bytes) -> bool:
+        """Store bytes [n] at byte offsets [n]; False where different values went to the same byte. Not for inputs."""
+        data, initialised = self.buffer.data, self.buffer.initialised
+        assert self.dirty is not None and isinstance(data, np.ndarray)
+        self.dirty[at] = True
+        if initialised is not None:
+            initialised[at] = True
+        data[at] = values
+        return bool((data[at] == values).all())
+
+    def undefined(self, at: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Which of the bytes hold nothing; None where all of the buffer held something from the start."""
+        if self.buffer.role == "output":
+            assert self.dirty is not None
+            return ~self.dirty[at]
+        return None if self.buffer.initialised is None else ~self.buffer.initialised[at]
+
 
 class GlobalMemory:
     """All buffers of a launch."""

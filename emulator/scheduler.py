@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 from .decode import NONE, Signal
 from .findings import Where
+from .sanitizer import taint
 from .warp import Fragment, lanes_of, pack
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
+    from .wave import Wave
 
 LONGEST_TURN = 64
 """Instructions that a fragment runs at most before another one may."""
+
+PATIENCE = 64
+"""Where a warp may spin without parking, a policy that starves somebody gives everybody a chance after this many steps."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -23,6 +27,7 @@ class AsyncOp:
 
     what: str
     cta: int
+    """Number in the wave of the CTA that it belongs to."""
     where: Where
     run: Callable[[], None]
 
@@ -37,17 +42,19 @@ class Wait:
 
 
 class Scheduler:
-    """Runs one cluster to its end, to a deadlock, or to the instruction limit."""
+    """Runs one wave to its end, to a deadlock, or to the instruction limit."""
 
-    def __init__(self, cluster: Cluster, policy: str) -> None:
-        self.cluster = cluster
+    def __init__(self, wave: Wave, policy: str) -> None:
+        self.wave = wave
         self.policy = policy
-        self.random = cluster.rng
+        self.random = wave.rng
+        self._ctas = [cta for cluster in wave.clusters for cta in cluster.ctas]
         self.ready: list[Fragment] = []
         self.pending: list[AsyncOp] = []
         self.step = 0
         """Logical time: scheduling decisions so far."""
-        self.budget = cluster.limits.instructions
+        self.budget = wave.limits.instructions * len(wave.clusters)
+        self._spins = wave.program.spins
         self._cursor = 0
         self._victim = self.random.randrange(1 << 16)
 
@@ -59,7 +66,7 @@ class Scheduler:
             wait: Wait = fragment.waiting
             if self.step > wait.since:
                 warp = fragment.warp
-                self.cluster.timeline.add("wait", warp.cta.rank, f"warp {warp.index}", wait.since, self.step, wait.label)
+                warp.cta.cluster.timeline.add("wait", warp.cta.rank, f"warp {warp.index}", wait.since, self.step, wait.label)
             fragment.waiting = None
         if not fragment.queued:
             fragment.queued = True
@@ -87,31 +94,35 @@ class Scheduler:
             self.step += 1
             chosen = self._choose()
             if isinstance(chosen, AsyncOp):
-                self.cluster.current = chosen
+                self.wave.current = chosen
                 chosen.run()
                 continue
             if chosen.waiting is None:
-                self.cluster.current = chosen
+                self.wave.current = chosen
                 self._turn(chosen)
             if self.budget <= 0:
-                self._give_up(f"no end after {self.cluster.limits.instructions} instructions")
+                self._give_up(f"no end after {self.wave.limits.instructions * len(self.wave.clusters)} instructions")
                 return
-        if any(warp.live for cta in self.cluster.ctas for warp in cta.warps):
+        if any(warp.live for cta in self._ctas for warp in cta.warps):
             self._give_up("nothing can run")
 
     def _give_up(self, why: str) -> None:
-        self.cluster.current = None
+        self.wave.current = None
+        clusters = self.wave.clusters
         lines = []
-        for cta in self.cluster.ctas:
+        for cta in self._ctas:
             for warp in cta.warps:
                 for fragment in warp.fragments:
-                    state = fragment.waiting.describe() if fragment.waiting else "running"
-                    lines.append(f"CTA {cta.rank} warp {warp.index} lanes {fragment.lanes.bits:#010x}: {state}")
-        self.cluster.report("E-DEADLOCK", f"{why}:\n      " + "\n      ".join(lines))
+                    spins = f"running; {fragment.poll.describe(fragment)}" if fragment.poll else "running"
+                    state = fragment.waiting.describe() if fragment.waiting else spins
+                    place = f"cluster {cta.cluster.index} " if len(clusters) > 1 else ""
+                    lines.append(f"{place}CTA {cta.rank} warp {warp.index} lanes {fragment.lanes.bits:#010x}: {state}")
+        where = Where(clusters[0].index if len(clusters) == 1 else -1)
+        self.wave.findings.add("E-DEADLOCK", f"{why}:\n      " + "\n      ".join(lines), where)
 
     def _choose(self) -> Fragment | AsyncOp:
         policy = self.policy
-        if policy == "random":
+        if policy == "random" or (self._spins and self.step % PATIENCE == 0):
             index = self.random.randrange(len(self.ready) + len(self.pending))
             return self._take(index) if index < len(self.ready) else self._take_pending(index - len(self.ready))
         if policy == "round-robin":
@@ -151,10 +162,10 @@ class Scheduler:
     def _choose_but_victim(self) -> Fragment | AsyncOp:
         def starved(cta: int, warp: int) -> bool:
             if self.policy == "starve-cta":
-                return cta == self._victim % len(self.cluster.ctas)
-            return warp == self._victim % self.cluster.ctas[0].warp_count
+                return cta == self._victim % len(self._ctas)
+            return warp == self._victim % self._ctas[0].warp_count
 
-        free = [i for i, f in enumerate(self.ready) if not starved(f.warp.cta.rank, f.warp.index)]
+        free = [i for i, f in enumerate(self.ready) if not starved(f.warp.cta.number, f.warp.index)]
         ops = [i for i, op in enumerate(self.pending) if self.policy == "starve-warp" or not starved(op.cta, -1)]
         if not free and not ops:
             free, ops = list(range(len(self.ready))), list(range(len(self.pending)))
@@ -166,9 +177,8 @@ class Scheduler:
     def _turn(self, fragment: Fragment) -> None:
         """Run the fragment until it waits, ends, or its turn is over."""
         warp = fragment.warp
-        ops = self.cluster.program.ops
-        executed = self.cluster.executed[warp.number]
-        defined, held, values = warp.defined, warp.held, warp.u
+        ops = self.wave.program.ops
+        defined, held, values, executed, tainted = warp.defined, warp.held, warp.u, warp.executed, warp.tainted
         turn = self.random.randint(1, LONGEST_TURN)
         self.budget -= turn
         for _ in range(turn):
@@ -190,6 +200,8 @@ class Scheduler:
                     self._undefined(fragment, register, bits)
             if held:
                 self._held(fragment, op.reads + op.writes, bits)
+            if tainted:
+                taint.propagate(fragment, op, bits)
             fragment.pc = pc + 1
             signal = op.execute(fragment, lanes)
             if signal is None:
@@ -211,13 +223,13 @@ class Scheduler:
     def _undefined(self, fragment: Fragment, register: int, bits: int) -> None:
         if register in fragment.warp.held:
             return  # the reason is reported by _held
-        name = self.cluster.program.layout.names[register]
-        self.cluster.report_next("E-UNINIT", f"register {name} is read before it is written")
+        name = self.wave.program.layout.names[register]
+        fragment.warp.cta.cluster.report_next("E-UNINIT", f"register {name} is read before it is written")
         fragment.warp.defined[register] |= bits
 
     def _held(self, fragment: Fragment, registers: tuple[int, ...], bits: int) -> None:
         for register in registers:
             wait = fragment.warp.held.get(register)
             if wait and wait.bits & bits:
-                name = self.cluster.program.layout.names[register]
-                self.cluster.report_next(wait.check, f"register {name} is used while {wait.what} is not known to be complete")
+                name = self.wave.program.layout.names[register]
+                fragment.warp.cta.cluster.report_next(wait.check, f"register {name} is used while {wait.what} is not known to be complete")

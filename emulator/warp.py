@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from .cta import Cta
     from .decode import Program
+    from .polling import PollRecord
     from .sanitizer.clocks import WarpClock
 
 LANES = 32
@@ -66,7 +67,7 @@ class Join:
 class Fragment:
     """Lanes of one warp at one program counter: what the scheduler runs."""
 
-    __slots__ = ("f", "join", "join_pc", "lanes", "pc", "queued", "s", "u", "waiting", "warp")
+    __slots__ = ("f", "join", "join_pc", "lanes", "pc", "poll", "queued", "s", "u", "waiting", "warp")
 
     def __init__(self, warp: Warp, pc: int, lanes: Lanes, join: Join | None) -> None:
         self.warp = warp
@@ -77,6 +78,8 @@ class Fragment:
         self.u, self.s, self.f = warp.u, warp.s, warp.f
         self.waiting: Any = None
         """What a parked fragment waits for (a Wait), None while it can run."""
+        self.poll: PollRecord | None = None
+        """What it has read since it last did anything but poll."""
         self.queued = False
         """In the scheduler's list of runnable fragments."""
 
@@ -102,8 +105,10 @@ class Warp:
     def __init__(self, program: Program, cta: Cta, index: int) -> None:
         self.cta = cta
         self.index = index
-        self.number = cta.rank * cta.warp_count + index
-        """Index in the cluster."""
+        self.number = cta.number * cta.warp_count + index
+        """Index in the wave."""
+        self.executed = [0] * len(program.ops)
+        """How often each instruction has run."""
         live = min(LANES, cta.threads - index * LANES)
         self.live = (1 << live) - 1
         """Lanes that exist and have not exited."""
@@ -120,6 +125,8 @@ class Warp:
         """Fragments in bar.warp.sync, with their member masks."""
         self.clock: WarpClock
         """Exists only under the sanitizer, which sets it."""
+        self.tainted: dict[int, tuple[int, int]] = {}
+        """Registers whose values prove nothing, with the lanes of each kind: see sanitizer.taint."""
         self.merged = False
         """Lanes have met after a divergent branch, and no barrier has aligned them since."""
         self.unfenced: set[int] = set()

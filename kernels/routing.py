@@ -5,6 +5,10 @@ equal keys go to the lower index.
 
 Key order: taken (0) < NaN score, which only a NaN bias can make (1) < -inf (a disabled expert) < finite < +inf.
 A NaN logit counts as -inf, so ids are distinct and in range whatever the logits hold. The key puts +0.0 above -0.0.
+
+Groups (sigmoid_bias_grouped) are runs of consecutive experts, so each holds whole registers: group g of experts 32 s g .. 32 s (g + 1) - 1
+is registers s g .. s (g + 1) - 1 of all lanes. Group scores are ordered by the same keys: a sum that is NaN (a NaN bias, or +inf and -inf
+together) ranks below -inf, and the lower group wins a tie. The experts of dropped groups become taken.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from cutlass import Float32, Int64, Uint32, const_expr
 from megamoe_aot.spec import KernelSpec
 
 from . import ptx
+from .division import sigmoid_all
 
 NEGATIVE_INFINITY = 0xFF800000
 
@@ -52,17 +57,103 @@ def sigmoid(x: Any) -> Float32:
 
 
 def selection_keys(spec: KernelSpec, logits: list[Any], bias: list[Any]) -> list[Any]:
-    """Monotone keys of what the scoring selects by: sigmoid + bias, or the logit itself for softmax."""
-    keys = []
-    for j, logit in enumerate(logits):
-        value = without_nan(logit)
-        if spec.scoring == "sigmoid_bias":
-            value = ptx.add(sigmoid(value), bias[j])
-        word = ptx.bits(value)
-        negative = Uint32(0) - (word >> Uint32(31))
-        key = word ^ (negative | Uint32(0x80000000))
-        keys.append(ptx.select(ptx.is_nan(value), Uint32(1), key))
-    return keys
+    """Whole warp: monotone keys of what the scoring selects by, sigmoid + bias, or the logit itself for softmax."""
+    scores: list[Any] = [None] * len(logits)
+    if spec.structure == "list" and spec.scoring != "softmax":
+        scores = sigmoid_all([without_nan(logit) for logit in logits])  # side by side: no cubin of the cluster structure may change for it
+    if spec.groups > spec.top_groups:
+        return keys_of_best_groups(spec, logits, bias, scores)
+    return [selection_key(spec, logit, bias[j] if bias else None, scores[j]) for j, logit in enumerate(logits)]
+
+
+def selection_key(spec: KernelSpec, logit: Any, bias: Any, score: Any = None) -> Uint32:
+    """``score``: the logit's sigmoid where it is known."""
+    value = without_nan(logit) if score is None else score
+    if spec.scoring != "softmax":
+        value = ptx.add(sigmoid(value) if score is None else value, bias)
+    return monotone_key(value)
+
+
+def monotone_key(value: Any) -> Uint32:
+    word = ptx.bits(value)
+    negative = Uint32(0) - (word >> Uint32(31))
+    key = word ^ (negative | Uint32(0x80000000))
+    return ptx.select(ptx.is_nan(value), Uint32(1), key)
+
+
+def value_of(key: Any) -> Float32:
+    """The value of a monotone key; a NaN for the keys 0 and 1."""
+    negative = (key >> Uint32(31)) - Uint32(1)
+    return ptx.from_bits(key ^ (negative | Uint32(0x80000000)))
+
+
+def keys_of_best_groups(spec: KernelSpec, logits: list[Any], bias: list[Any], scores: list[Any]) -> list[Any]:
+    """Whole warp: the selection keys, 0 for the experts outside the top_groups best groups.
+
+    A group's second best is looked for only after the next group's best has been asked for. The machine code divides in a block
+    of its own per score and moves nothing across, so in this order both reductions are under way while later scores are computed.
+    """
+    registers = spec.experts // spec.groups // 32
+    lanes = 1 << (spec.groups - 1).bit_length()  # lanes g, g + lanes, ... all rank group g
+    group = ptx.special("%laneid") & Uint32(lanes - 1)
+    best = second = holders = Uint32(0)  # of this lane's group; holders: the lanes that have the best, second: the best elsewhere
+    keys: list[Any] = []
+
+    def look_for_second(g: int, top: Any, high: Any, low: Any) -> None:
+        nonlocal best, second, holders
+        votes = ptx.ballot(high == top)
+        rest = ptx.redux_max(ptx.select(high == top, low, high))
+        mine = group == Uint32(g)
+        best, second, holders = ptx.select(mine, top, best), ptx.select(mine, rest, second), ptx.select(mine, votes, holders)
+
+    pending: tuple[Any, ...] = ()
+    for g in range(spec.groups):
+        keys += [selection_key(spec, logits[j], bias[j], scores[j]) for j in range(registers * g, registers * (g + 1))]
+        high, low = two_best(keys[registers * g :])
+        top = ptx.redux_max(high)
+        if pending:
+            look_for_second(*pending)
+        pending = g, top, high, low
+    look_for_second(*pending)
+    twice = (holders & (holders - Uint32(1))) != Uint32(0)
+    score = monotone_key(ptx.add(value_of(best), value_of(ptx.select(twice, best, second))))
+    kept = best_groups(spec, score, group, lanes)
+    return [keep_if(kept, 1 << j // registers, key) for j, key in enumerate(keys)]
+
+
+def two_best(keys: list[Any]) -> tuple[Any, Any]:
+    """This lane's two best of one or more keys; the second of one is 0."""
+    high, low = keys[0], Uint32(0)
+    for key in keys[1:]:
+        high, low = ptx.max_u32(high, key), ptx.max_u32(low, min_u32(high, key))
+    return high, low
+
+
+def best_groups(spec: KernelSpec, score: Any, group: Any, lanes: int) -> Uint32:
+    """Whole warp: a mask of the top_groups best groups. ``score``: the key (at least 1) of ``group``, which is the lane modulo ``lanes``.
+
+    Each of a group's lanes compares it with ``each`` of the groups; the ballots' bits lanes * s + group add up to its rank.
+    """
+    each = max(1, lanes * lanes // 32)
+    sharing = lanes // each  # lanes per group that have groups to compare with
+    bits_of_group = Uint32(sum(1 << lanes * s for s in range(sharing))) << group
+    first = ptx.special("%laneid") // Uint32(lanes) * Uint32(each)
+    rank = Uint32(0)
+    for i in range(each):
+        other = first + Uint32(i)
+        before = ptx.select(other < group, Uint32(1), Uint32(0))  # an equal score of a lower group is better
+        rank = rank + ptx.population(ptx.ballot(ptx.shuffle(score, other) > score - before) & bits_of_group)
+    return ptx.ballot(rank < Uint32(spec.top_groups))
+
+
+def min_u32(a: Any, b: Any) -> Uint32:
+    return ptx.asm("min.u32 $0, $1, $2;", "=r,r,r", [a, b], [Uint32], side=False)
+
+
+def keep_if(mask: Any, bit: int, key: Any) -> Uint32:
+    """``mask & bit ? key : 0``. (LLVM would shift the mask first.)"""
+    text = f"{{ .reg .pred p; .reg .b32 m; and.b32 m, $1, {bit}; setp.ne.b32 p, m, 0; selp.b32 $0, $2, 0, p; }}"
+    return ptx.asm(text, "=r,r,r", [mask, key], [Uint32], side=False)
 
 
 SCRATCH_BYTES = 512
@@ -76,7 +167,8 @@ def choose(spec: cutlass.Constexpr[KernelSpec], keys: list[Any], lane: Uint32, s
 
     The top_k-th largest of the 32 lane maxima bounds the top_k-th key from below. The few keys at or above it (as a rule
     8 to 12) are compacted in expert order by ballots and ranked by counting the larger ones, all ranks at once. Where more
-    than 16 pass, because many keys are equal, the serial rounds decide.
+    than 16 pass, because many keys are equal, the serial rounds decide. At least top_k keys are not taken, and no lane has taken keys
+    only (a kept group has experts in every lane): the threshold is never 0.
 
     ``scratch``: 512 bytes of this warp's own: lane maxima | candidate keys | candidate experts | winners.
     """

@@ -9,6 +9,10 @@ FLAG_UE8M0 = 1
 FLAG_GATE_FIRST = 2
 """w13's gate rows come before its up rows (w13_order = "gate_up")."""
 
+FLAG_TRIGGER = 4
+"""Let the stream's next kernel start early (griddepcontrol.launch_dependents); list structure only. Safe only where that kernel waits
+(griddepcontrol.wait) before it touches anything that this launch reads or writes."""
+
 TENSOR_MAP_BYTES = 128
 
 
@@ -39,5 +43,16 @@ PARAMETERS = (
     Parameter("w2_map", "tensor_map", "w2"),
     Parameter("scale", "f32", "routed scaling factor"),
     Parameter("limit", "f32", "SwiGLU clamp, +inf for none"),
-    Parameter("flags", "u32", "FLAG_UE8M0 | FLAG_GATE_FIRST"),
+    Parameter("flags", "u32", "FLAG_UE8M0 | FLAG_GATE_FIRST | FLAG_TRIGGER"),
 )
+
+LIST_PARAMETERS = (
+    Parameter("scratch", "pointer", "epoch, ticket and packets of the list structure, see work_list.py; 128-byte aligned"),
+    Parameter("tokens", "u32", "M, 1 to columns"),
+)
+"""What the list structure's kernels take after PARAMETERS."""
+
+
+def parameters(structure: str) -> tuple[Parameter, ...]:
+    """The parameter list of a kernel of ``structure``, a member of ``spec.STRUCTURES``."""
+    return PARAMETERS + LIST_PARAMETERS if structure == "list" else PARAMETERS

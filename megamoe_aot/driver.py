@@ -54,6 +54,19 @@ def attribute(device: int, name: str) -> int:
     return int(call("cuDeviceGetAttribute", code, handle(device)))
 
 
+def processors(device: int, context: int) -> int:
+    """SMs that launches in ``context`` may use: the least that any of the driver's answers grants.
+
+    The device attribute follows a MIG slice and, under MPS, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE; the context's SM resource follows
+    what the context was created with. Green contexts are not counted: they belong to streams, which are not known here.
+    """
+    count = attribute(device, "MULTIPROCESSOR_COUNT")
+    with contextlib.suppress(DriverCallError):  # a driver or a kind of context that cannot say
+        kind = bindings().CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        count = min(count, int(call("cuCtxGetDevResource", context, kind).sm.smCount))
+    return count
+
+
 def capability(device: int) -> Capability:
     """Compute capability of ``device``."""
     return attribute(device, "COMPUTE_CAPABILITY_MAJOR"), attribute(device, "COMPUTE_CAPABILITY_MINOR")

@@ -42,6 +42,25 @@ class ClusterUnavailableError(MegaMoeError):
     """The GPU, or the slice of it that this process may use, cannot hold one cluster of the kernel."""
 
 
+class ResidencyError(MegaMoeError):
+    """The GPU, or the share of it that this process or stream may use, cannot hold all CTAs of a list launch at once.
+
+    They wait for each other, so such a launch is refused, never started: load with ``structure="cluster"``, which needs none of this.
+    """
+
+
+class CaptureError(MegaMoeError):
+    """A list launch met a capturing stream for which its layer has no scratch memory: call ``layer.prepare(stream)`` before the capture."""
+
+
+class TriggerError(MegaMoeError):
+    """``trigger=True`` for a token count that the cluster structure serves, which cannot let its successor start early."""
+
+
+class FinalizeNotLoadedError(MegaMoeError):
+    """``forward`` of a layer whose kernel was loaded with ``finalize=False``."""
+
+
 class TensorError(MegaMoeError, ValueError):
     """An argument has the wrong dtype, shape, strides, alignment or device; nothing was launched."""
 

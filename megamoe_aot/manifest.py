@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import DamagedArtifactError, ManifestError
+from .files import write_atomically
+from .finalize import CodeSpec, FinalizeSpec
 from .spec import KernelSpec
 
-FORMAT = 1
+FORMAT = 2
 FILE_NAME = "manifest.json"
 
 Record = TypeVar("Record")
@@ -38,7 +39,7 @@ class CubinRecord:
     """What the build measured of one cubin. Sizes are bytes."""
 
     code: str
-    """``KernelSpec.code_name``."""
+    """The spec's ``code_name``."""
     bytes: int
     ptx_sha256: str
     symbol: str
@@ -69,12 +70,23 @@ class Entry:
     cubin: str
     """sha256 of the cubin file, which is also its name."""
     dynamic_shared: int
+    """Bytes per CTA."""
     cluster: int
+    """CTAs per cluster; 1 where the launch has no clusters."""
 
     @property
     def title(self) -> str:
         """Model and parallel degree, for people."""
         return f"{self.model} {self.parallel}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FinalizeEntry:
+    """The finalize kernel of all entries with one (hidden, top_k, arch)."""
+
+    spec: FinalizeSpec
+    cubin: str
+    """sha256 of the cubin file, which is also its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +98,20 @@ class Manifest:
     compiler: Mapping[str, str]
     """Tool -> version."""
     cubins: Mapping[str, CubinRecord]
-    """sha256 -> record."""
+    """sha256 -> record, of the entries' cubins and of the finalize kernels'."""
     entries: tuple[Entry, ...]
     folder: Path = dataclasses.field(default=Path("."), compare=False)
+    finalize: tuple[FinalizeEntry, ...] = ()
+    """The finalize kernels, one for each spec."""
 
     @cached_property
     def build_id(self) -> str:
-        """sha256 over the sorted cubin hashes and the entries: equal exactly for builds with the same contents."""
-        content = {"cubins": sorted(self.cubins), "entries": [_plain(entry) for entry in self.entries]}
+        """sha256 over the sorted cubin hashes and all entries: equal exactly for builds with the same contents."""
+        content = {
+            "cubins": sorted(self.cubins),
+            "entries": [_plain(entry) for entry in self.entries],
+            "finalize": [_plain(entry) for entry in self.finalize],
+        }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -101,9 +119,31 @@ class Manifest:
         """Targets for which there is at least one cubin, sorted."""
         return tuple(sorted({record.arch for record in self.cubins.values()}))
 
-    def record(self, entry: Entry) -> CubinRecord:
+    @property
+    def _everything(self) -> tuple[Entry | FinalizeEntry, ...]:
+        return (*self.entries, *self.finalize)
+
+    def record(self, entry: Entry | FinalizeEntry) -> CubinRecord:
         """The record of an entry's cubin."""
         return self.cubins[entry.cubin]
+
+    def spec_of(self, sha256: str) -> CodeSpec:
+        """The spec that a cubin was compiled from: of a finalize kernel, or the first entry's that names it. Raises KeyError."""
+        for entry in self._everything:
+            if entry.cubin == sha256:
+                return entry.spec
+        raise KeyError(sha256)
+
+    def finalize_for(self, spec: KernelSpec) -> FinalizeEntry:
+        """The finalize kernel that sums what ``spec``'s kernel writes. Raises ManifestError where the artifacts have none."""
+        wanted = FinalizeSpec.of(spec)
+        for entry in self.finalize:
+            if entry.spec == wanted:
+                return entry
+        raise ManifestError(
+            f"{self.folder / FILE_NAME} has no {wanted.code_name}, which layer.forward needs; rebuild the artifacts, "
+            "or load with finalize=False and call the layer without forward"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -114,6 +154,7 @@ class Manifest:
             "compiler": dict(self.compiler),
             "cubins": {sha: _plain(record) for sha, record in self.cubins.items()},
             "entries": [_plain(entry) for entry in self.entries],
+            "finalize": [_plain(entry) for entry in self.finalize],
         }
 
     @classmethod
@@ -122,19 +163,20 @@ class Manifest:
 
         Raises:
             ManifestError: another format, a missing or unknown field, a cubin that no entry names or that no record
-                describes, or a build id that does not fit the contents.
+                describes, two finalize kernels of one spec, or a build id that does not fit the contents.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ManifestError(f"{folder / FILE_NAME} has format {found!r}, this version of megamoe_aot reads format {FORMAT}")
         try:
-            _same_keys("manifest", data, {"format", "build_id", "source_digest", "compiler", "cubins", "entries"})
+            _same_keys("manifest", data, {"format", "build_id", "source_digest", "compiler", "cubins", "entries", "finalize"})
             manifest = cls(
                 source_digest=data["source_digest"],
                 compiler=dict(data["compiler"]),
                 cubins={sha: _cubin(fields) for sha, fields in data["cubins"].items()},
                 entries=tuple(_entry(fields) for fields in data["entries"]),
                 folder=folder,
+                finalize=tuple(_finalize(fields) for fields in data["finalize"]),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ManifestError(f"{folder / FILE_NAME} cannot be read: {error}") from error
@@ -143,24 +185,24 @@ class Manifest:
 
     def _check(self, build_id: str) -> None:
         where = self.folder / FILE_NAME
-        named = {entry.cubin for entry in self.entries}
+        named = {entry.cubin for entry in self._everything}
         if loose := named ^ set(self.cubins):
             raise ManifestError(f"{where}: entries and cubin records disagree about {sorted(loose)}; rebuild the artifacts")
-        for entry in self.entries:
+        for entry in self._everything:
             record = self.record(entry)
             if (entry.spec.code_name, entry.spec.arch) != (record.code, record.arch):
                 raise ManifestError(
-                    f"{where}: entry {entry.spec.name} names a cubin of {record.code} for {record.arch}; rebuild the artifacts"
+                    f"{where}: entry {entry.spec.code_name} names a cubin of {record.code} for {record.arch}; rebuild the artifacts"
                 )
+        if len({entry.spec for entry in self.finalize}) != len(self.finalize):
+            raise ManifestError(f"{where}: two finalize kernels have one spec; rebuild the artifacts")
         if build_id != self.build_id:
             raise ManifestError(f"{where}: build_id is {build_id}, its contents give {self.build_id}; the file was changed after the build")
 
     def save(self, folder: Path) -> Path:
         """Write ``manifest.json`` into ``folder``, atomically and with the same bytes for the same contents."""
         target = folder / FILE_NAME
-        temporary = target.with_name(f".{FILE_NAME}.{os.getpid()}")
-        temporary.write_text(json.dumps(self.to_dict(), indent=1, sort_keys=True) + "\n")
-        os.replace(temporary, target)
+        write_atomically(target, (json.dumps(self.to_dict(), indent=1, sort_keys=True) + "\n").encode())
         return target
 
     @classmethod
@@ -233,4 +275,8 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
     return _build(Entry, fields, spec=KernelSpec.from_dict(fields["spec"]))
 
 
-__all__ = ["CubinRecord", "Entry", "Manifest", "ParameterRecord", "artifacts_folder"]
+def _finalize(fields: Mapping[str, Any]) -> FinalizeEntry:
+    return _build(FinalizeEntry, fields, spec=FinalizeSpec.from_dict(fields["spec"]))
+
+
+__all__ = ["CubinRecord", "Entry", "FinalizeEntry", "Manifest", "ParameterRecord", "artifacts_folder"]

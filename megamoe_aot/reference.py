@@ -88,6 +88,8 @@ class Options:
             "arithmetic": "hopper" if hopper else "exact",
             "parts": spec.split.parts,
             "order": "quad" if hopper else "ascending",
+            "n_group": spec.groups or 1,
+            "topk_group": spec.top_groups or 1,
         }
         return cls(w13_order=w13_order, **(fields | changes))
 

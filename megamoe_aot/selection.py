@@ -1,15 +1,17 @@
-"""Which entry of the manifest serves a call: matching, nearest entries, ambiguity. Pure; no driver."""
+"""Which entries of the manifest serve a call: matching, nearest entries, ambiguity, the structure for each M. Pure; no driver."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import math
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal, NamedTuple
 
 from .errors import AmbiguousKernelError, ShapeNotInMenuError
 from .manifest import Entry, Manifest
 from .spec import BLOCK, KernelSpec
+from .structures import faster
 
 
 class Unset(enum.Enum):
@@ -24,7 +26,7 @@ ENTRY: Final = Unset.ENTRY
 OrEntry = Literal[Unset.ENTRY]
 
 SHAPE_FIELDS = ("hidden", "inter", "experts", "top_k")
-OPTION_FIELDS = ("layout", "logits_dtype", "w13_order", "scoring", "renormalise")
+OPTION_FIELDS = ("layout", "logits_dtype", "w13_order", "scoring", "renormalise", "structure")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +46,20 @@ class Query:
     scale: float | OrEntry = ENTRY
     limit: float | OrEntry | None = ENTRY
     ue8m0: bool | OrEntry = ENTRY
+    structure: str | None = None
 
     def mismatches(self, spec: KernelSpec) -> list[str]:
         """Fields of ``spec`` that do not serve this query, each as "field value (asked: value)"."""
-        wrong = [name for name in SHAPE_FIELDS if getattr(self, name) != getattr(spec, name)]
-        wrong += [name for name in OPTION_FIELDS if getattr(self, name) not in (None, getattr(spec, name))]
-        texts = [f"{name} {getattr(spec, name)!r} (asked: {getattr(self, name)!r})" for name in wrong]
+        texts = self.differences(spec)
         if not 0 <= self.tokens <= spec.tokens:
             texts.append(f"tokens 0 to {spec.tokens} (asked: {self.tokens!r})")
         return texts
+
+    def differences(self, spec: KernelSpec) -> list[str]:
+        """:meth:`mismatches` in anything but the number of tokens, in which entries complement one another."""
+        wrong = [name for name in SHAPE_FIELDS if getattr(self, name) != getattr(spec, name)]
+        wrong += [name for name in OPTION_FIELDS if getattr(self, name) not in (None, getattr(spec, name))]
+        return [f"{name} {getattr(spec, name)!r} (asked: {getattr(self, name)!r})" for name in wrong]
 
     def launch_arguments(self) -> dict[str, Any]:
         """The launch arguments that the caller fixed."""
@@ -63,24 +70,62 @@ class Query:
         return ", ".join(f"{name}={value!r}" for name, value in fields.items() if value is not None and value is not ENTRY)
 
 
-def select(manifest: Manifest, query: Query) -> dict[str, tuple[Entry, KernelSpec]]:
-    """The entry that serves ``query``, per arch: {arch: (entry, its spec with the caller's launch arguments)}.
+class Choice(NamedTuple):
+    """One entry that serves a call."""
+
+    entry: Entry
+    spec: KernelSpec
+    """The entry's spec with the caller's launch arguments."""
+
+
+Group = tuple[Choice, ...]
+"""The entries of one kind of call on one arch. They compute the same and differ only in structure, columns and tokens."""
+
+
+def select(manifest: Manifest, query: Query) -> dict[str, Group]:
+    """The entries that serve ``query``, per arch; together they serve every M up to ``query.tokens``.
 
     Raises:
         ShapeNotInMenuError: no entry fits; names the nearest ones.
         AmbiguousKernelError: entries that compute different things fit.
     """
-    fitting = [entry for entry in manifest.entries if not query.mismatches(entry.spec)]
+    fitting = [entry for entry in manifest.entries if not query.differences(entry.spec)]
+    largest: dict[str, int] = {}
+    for entry in fitting:
+        largest[entry.spec.arch] = max(entry.spec.tokens, largest.get(entry.spec.arch, 0))
+    fitting = [entry for entry in fitting if 0 <= query.tokens <= largest[entry.spec.arch]]
     if not fitting:
         raise ShapeNotInMenuError(_not_in_menu(manifest, query))
     arguments = query.launch_arguments()
-    chosen: dict[str, tuple[Entry, KernelSpec]] = {}
+    groups: dict[str, dict[KernelSpec, Choice]] = {}
     for entry in fitting:
         spec = dataclasses.replace(entry.spec, **arguments)
-        earlier = chosen.setdefault(spec.arch, (entry, spec))
-        if earlier[1] != spec:
+        group = groups.setdefault(spec.arch, {})
+        if any(_computation(other) != _computation(spec) for other in group):
             raise AmbiguousKernelError(_ambiguous(query, [e.spec for e in fitting]))
-    return chosen
+        group.setdefault(spec, Choice(entry, spec))
+    return {arch: tuple(group.values()) for arch, group in groups.items()}
+
+
+def variants(group: Iterable[Choice], tokens: int, structure: Callable[[KernelSpec, int], str] = faster) -> tuple[Choice, ...]:
+    """For each M from 0 to ``tokens`` the choice that serves it: [M] -> choice. ``tokens`` must be within what the group serves.
+
+    Of the entries for at least M tokens, those of the structure that ``structure`` (spec, M) names, if there are any; of these
+    the one for the fewest tokens, since a list kernel with fewer columns does less work.
+    """
+    group = tuple(group)
+
+    def best(count: int) -> Choice:
+        able = [choice for choice in group if choice.spec.tokens >= count]
+        wanted = structure(able[0].spec, count)
+        return min(able, key=lambda choice: (choice.spec.structure != wanted, choice.spec.tokens))
+
+    return tuple(best(max(count, 1)) for count in range(tokens + 1))
+
+
+def _computation(spec: KernelSpec) -> KernelSpec:
+    """``spec`` without what does not change which function is computed."""
+    return dataclasses.replace(spec, structure="cluster", columns=0, tokens=1)
 
 
 def _not_in_menu(manifest: Manifest, query: Query) -> str:
@@ -103,9 +148,9 @@ def _not_in_menu(manifest: Manifest, query: Query) -> str:
 def _nearest(manifest: Manifest, query: Query, count: int = 3) -> list[tuple[str, str]]:
     """(title, differences) of the entries with the fewest and smallest differences; entries that differ alike count once."""
 
-    def distance(entry: Entry) -> tuple[int, float]:
+    def distance(entry: Entry) -> tuple[int, float, int]:
         ratios = (abs(math.log(max(getattr(query, name), 1) / getattr(entry.spec, name))) for name in SHAPE_FIELDS)
-        return len(query.mismatches(entry.spec)), sum(ratios)
+        return len(query.mismatches(entry.spec)), sum(ratios), -entry.spec.tokens
 
     found: dict[tuple[str, str], None] = {}
     for entry in sorted(manifest.entries, key=distance):
@@ -114,7 +159,7 @@ def _nearest(manifest: Manifest, query: Query, count: int = 3) -> list[tuple[str
 
 
 def _ambiguous(query: Query, specs: list[KernelSpec]) -> str:
-    names = [f.name for f in dataclasses.fields(KernelSpec) if f.name != "arch"]
+    names = [f.name for f in dataclasses.fields(KernelSpec) if f.name not in ("arch", "structure", "columns", "tokens")]
     differing = {name: sorted({repr(getattr(spec, name)) for spec in specs}) for name in names}
     choices = "\n".join(f"  {name} = {' or '.join(values)}" for name, values in differing.items() if len(values) > 1)
     return f"more than one kernel fits {query}; say which:\n{choices}"

@@ -8,6 +8,7 @@ import dataclasses
 from . import driver
 from .abi import TENSOR_MAP_BYTES
 from .spec import BLOCK, KernelSpec
+from .work_list import UNIT_ROWS
 
 WEIGHT_ALIGNMENT = 16
 """Bytes; what cuTensorMapEncodeTiled asks of an address."""
@@ -51,12 +52,23 @@ class TensorMapSpec:
 
 def w13_map(spec: KernelSpec) -> TensorMapSpec:
     """Map of w13: 2I rows, K = H."""
+    if spec.structure == "list":
+        return _list_map(spec, 2 * spec.inter, spec.hidden)
     return TensorMapSpec.of(spec.layout, spec.experts, 2 * spec.inter, spec.hidden, BLOCK)
 
 
 def w2_map(spec: KernelSpec) -> TensorMapSpec:
     """Map of w2: H rows, K = I."""
+    if spec.structure == "list":
+        return _list_map(spec, spec.hidden, spec.inter)
     return TensorMapSpec.of(spec.layout, spec.experts, spec.hidden, spec.inter, spec.split.tile2_rows)
+
+
+def _list_map(spec: KernelSpec, rows: int, depth: int) -> TensorMapSpec:
+    """64 rows a box; two K blocks at once where the layout puts them beside each other in a box and there is an even number."""
+    plain = TensorMapSpec.of(spec.layout, spec.experts, rows, depth, UNIT_ROWS)
+    pair = spec.layout == "trtllm_gen" and depth // BLOCK % 2 == 0
+    return dataclasses.replace(plain, box=(BLOCK, UNIT_ROWS, 2)) if pair else plain
 
 
 def encode(spec: TensorMapSpec, address: int) -> bytes:

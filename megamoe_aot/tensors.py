@@ -130,6 +130,13 @@ def empty_like(tensor: Any, shape: tuple[int, ...], dtype: str) -> Any:
     return torch.empty(shape, dtype=getattr(torch, dtype), device=tensor.device)
 
 
+def record_use(tensor: Any, stream: int, device: int) -> None:
+    """Let torch reuse the memory of ``tensor`` only after the present work of ``stream``, if that is not torch's current stream."""
+    cuda = sys.modules["torch"].cuda
+    if stream != cuda.current_stream(device).cuda_stream:
+        tensor.record_stream(cuda.ExternalStream(stream, device=device))
+
+
 def stream_handle(stream: Any, tensor: Any, device: int) -> int:
     """CUstream address of ``stream``; None means torch's current stream, and only if ``tensor`` is a torch tensor.
 

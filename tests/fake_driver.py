@@ -1,7 +1,7 @@
 """A CUDA driver without a GPU: it obeys the documented rules of the calls that megamoe_aot makes, and records them.
 
 It stands in for the module ``cuda.bindings.driver``: classes and enums are the real ones, functions are the methods below. A fake
-cubin is JSON naming its arch, symbol and parameter sizes.
+cubin is JSON naming its arch, symbol and parameters. Launches run at once: a list launch counts its scratch's epoch up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import itertools
 import json
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cuda.bindings
@@ -22,9 +24,10 @@ import pytest
 from cuda.bindings import driver as real
 
 from megamoe_aot import driver, loader
-from megamoe_aot.abi import PARAMETERS
-from megamoe_aot.manifest import CubinRecord, Entry, Manifest, ParameterRecord
+from megamoe_aot.finalize import CodeSpec, FinalizeSpec
+from megamoe_aot.manifest import CubinRecord, Entry, FinalizeEntry, Manifest, ParameterRecord
 from megamoe_aot.menu import menu_specs
+from megamoe_aot.spec import KernelSpec
 
 H200 = ("NVIDIA H200", (9, 0))
 B200 = ("NVIDIA B200", (10, 0))
@@ -33,7 +36,16 @@ RTX = ("NVIDIA RTX PRO 6000", (12, 0))
 
 SUCCESS = real.CUresult.CUDA_SUCCESS
 INVALID_VALUE = real.CUresult.CUDA_ERROR_INVALID_VALUE
-WITHOUT_RESULT = ("cuInit", "cuCtxPushCurrent", "cuLibraryUnload", "cuKernelSetAttribute", "cuLaunchKernelEx")
+CAPTURE_UNSUPPORTED = real.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+WITHOUT_RESULT = (
+    "cuInit",
+    "cuCtxPushCurrent",
+    "cuLibraryUnload",
+    "cuKernelSetAttribute",
+    "cuLaunchKernelEx",
+    "cuMemFree",
+    "cuMemsetD8Async",
+)
 KIND_SIZES = {"pointer": "<Q", "f32": "<f", "u32": "<I", "tensor_map": "128s"}
 
 
@@ -47,7 +59,8 @@ class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared: int
-    cluster: tuple[int, int, int]
+    cluster: tuple[int, int, int] | None
+    cooperative: bool
     pdl: bool
     arguments: dict[str, Any]
     thread: int
@@ -56,7 +69,8 @@ class Launch:
 @dataclasses.dataclass
 class _Kernel:
     symbol: str
-    parameters: list[int]
+    parameters: list[tuple[str, str]]
+    """(name, kind)."""
     attributes: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
 
 
@@ -67,6 +81,23 @@ class FakeDriver:
         self.gpus = gpus
         self.version = version
         self.clusters = clusters
+        self.processors = 132
+        """SMs of each device."""
+        self.context_processors: int | None = None
+        """What cuCtxGetDevResource says; None: the same."""
+        self.stream_processors: dict[int, int] = {}
+        """Stream -> SMs of its green context."""
+        self.resident = 1
+        """CTAs of any list kernel that fit an SM."""
+        self.cooperative = True
+        self.capturing: set[int] = set()
+        """Streams that are capturing a graph, in global mode."""
+        self.invalidated = False
+        """Some call broke a capture."""
+        self.blocks: dict[int, bytearray] = {}
+        """Device memory from cuMemAlloc: address -> contents."""
+        self.memsets: list[tuple[int, int]] = []
+        """(address, stream) of every cuMemsetD8Async."""
         self.fail: dict[str, Any] = {}
         self.calls: list[str] = []
         self.launches: list[Launch] = []
@@ -121,7 +152,12 @@ class FakeDriver:
 
     def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> Any:
         major, minor = self.gpus[int(device)][1]
-        values = {"COMPUTE_CAPABILITY_MAJOR": major, "COMPUTE_CAPABILITY_MINOR": minor, "MULTIPROCESSOR_COUNT": 132}
+        values = {
+            "COMPUTE_CAPABILITY_MAJOR": major,
+            "COMPUTE_CAPABILITY_MINOR": minor,
+            "MULTIPROCESSOR_COUNT": self.processors,
+            "COOPERATIVE_LAUNCH": int(self.cooperative),
+        }
         return SUCCESS, values[attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")]
 
     @staticmethod
@@ -152,6 +188,57 @@ class FakeDriver:
     def cuCtxPopCurrent(self) -> Any:
         return SUCCESS, real.CUcontext(self.stack.pop())
 
+    def cuCtxGetDevResource(self, context: Any, kind: Any) -> Any:
+        assert kind.name == "CU_DEV_RESOURCE_TYPE_SM" and int(context) == self.stack[-1]
+        count = self.processors if self.context_processors is None else self.context_processors
+        return SUCCESS, SimpleNamespace(sm=SimpleNamespace(smCount=count))
+
+    # memory and capture --------------------------------------------------------------------------------------------
+
+    def cuStreamIsCapturing(self, stream: int) -> Any:
+        return SUCCESS, real.CUstreamCaptureStatus(int(stream in self.capturing))
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        before = getattr(self._local, "mode", real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+        self._local.mode = mode
+        return SUCCESS, before
+
+    @property
+    def mode(self) -> str:
+        """The calling thread's capture mode."""
+        return str(getattr(self._local, "mode", real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL).name.rsplit("_", 1)[1])
+
+    def _unsafe(self) -> bool:
+        """A call that no capture may see: it fails and breaks the capture, unless the thread is in relaxed mode."""
+        broken = bool(self.capturing) and self.mode != "RELAXED"
+        self.invalidated |= broken
+        return broken
+
+    def cuMemAlloc(self, size: int) -> Any:
+        if self._unsafe():
+            return CAPTURE_UNSUPPORTED, None
+        assert self.stack and size > 0
+        address = 0x7E00_0000_0000 + (next(self._handles) << 28)
+        self.blocks[address] = bytearray(b"\xaa" * size)
+        return SUCCESS, real.CUdeviceptr(address)
+
+    def cuMemFree(self, address: int) -> Any:
+        if self._unsafe():
+            return (CAPTURE_UNSUPPORTED,)
+        assert self.stack
+        del self.blocks[int(address)]
+        return (SUCCESS,)
+
+    def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> Any:
+        assert stream not in self.capturing, "the zeros would become a node of the graph"
+        self.blocks[int(address)][:size] = bytes([value]) * size
+        self.memsets.append((int(address), stream))
+        return (SUCCESS,)
+
+    def epoch(self, address: int) -> int:
+        """The epoch in a scratch block."""
+        return int.from_bytes(self.blocks[address][4:8], "little")
+
     def cuPointerGetAttribute(self, attribute: Any, pointer: int) -> Any:
         assert attribute.name == "CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL"
         return (SUCCESS, self.memory[pointer]) if pointer in self.memory else (INVALID_VALUE, None)
@@ -164,7 +251,9 @@ class FakeDriver:
         content = json.loads(image)
         handle = next(self._handles)
         runs = self._runs(content["arch"])
-        self.libraries[handle] = {content["symbol"]: _Kernel(content["symbol"], content["parameters"])} if runs else {}
+        self.libraries[handle] = (
+            {content["symbol"]: _Kernel(content["symbol"], [(name, kind) for name, kind in content["parameters"]])} if runs else {}
+        )
         return SUCCESS, real.CUlibrary(handle)
 
     def _runs(self, arch: str) -> bool:
@@ -189,7 +278,7 @@ class FakeDriver:
         return SUCCESS, real.CUfunction(int(kernel) + 0x100000)
 
     def cuKernelGetParamInfo(self, kernel: Any, index: int) -> Any:
-        sizes = self.kernels[int(kernel)].parameters
+        sizes = [struct.calcsize(KIND_SIZES[kind]) for _, kind in self.kernels[int(kernel)].parameters]
         return (SUCCESS, sum(sizes[:index]), sizes[index]) if index < len(sizes) else (INVALID_VALUE, None, None)
 
     def cuKernelSetAttribute(self, attribute: Any, value: int, kernel: Any, device: Any) -> Any:
@@ -201,14 +290,26 @@ class FakeDriver:
     def cuOccupancyMaxActiveClusters(self, function: Any, config: Any) -> Any:
         return self._refused(function, config) or SUCCESS, self.clusters
 
-    def _refused(self, function: Any, config: Any) -> Any:
-        """What the driver checks of a launch, given the attributes that were set."""
-        set_ = {
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function: Any, threads: int, shared: int) -> Any:
+        fits = shared <= self._set_attributes(function).get("MAX_DYNAMIC_SHARED_SIZE_BYTES", 49152)
+        return SUCCESS, self.resident if fits else 0
+
+    def _set_attributes(self, function: Any) -> dict[str, int]:
+        return {
             name: value
             for (device, name), value in self.kernels[int(function)].attributes.items()
             if self.primary(device) == self.stack[-1]
         }
-        cluster = _attributes(config)["CLUSTER_DIMENSION"].clusterDim.x
+
+    def _refused(self, function: Any, config: Any) -> Any:
+        """What the driver checks of a launch, given the attributes that were set."""
+        set_, attributes = self._set_attributes(function), _attributes(config)
+        if "COOPERATIVE" in attributes:
+            assert attributes["COOPERATIVE"].cooperative == 1
+            room = self.resident * self.stream_processors.get(int(config.hStream), self.processors)
+            if config.gridDimX > room:
+                return real.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+        cluster = attributes["CLUSTER_DIMENSION"].clusterDim.x if "CLUSTER_DIMENSION" in attributes else 1
         if (cluster > 8 and not set_.get("NON_PORTABLE_CLUSTER_SIZE_ALLOWED")) or config.gridDimX % cluster:
             return real.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE
         return INVALID_VALUE if config.sharedMemBytes > set_.get("MAX_DYNAMIC_SHARED_SIZE_BYTES", 49152) else None
@@ -219,18 +320,27 @@ class FakeDriver:
         if refusal := self._refused(function, config):
             return (refusal,)
         attributes = _attributes(config)
-        cluster = attributes["CLUSTER_DIMENSION"].clusterDim
+        cluster = attributes["CLUSTER_DIMENSION"].clusterDim if "CLUSTER_DIMENSION" in attributes else None
+        kernel = self.kernels[int(function)]
+        arguments = _read_arguments(pointers, kernel.parameters)
+        stream = int(config.hStream)
+        if scratch := arguments.get("scratch"):
+            block = self.blocks[scratch]
+            assert block[:4] + block[8:] == bytes(len(block) - 4), "scratch must be zeroed before its first launch"
+            if stream not in self.capturing:
+                block[4:8] = (self.epoch(scratch) + 1).to_bytes(4, "little")
         self.launches.append(
             Launch(
                 context=self.stack[-1],
-                stream=int(config.hStream),
-                symbol=self.kernels[int(function)].symbol,
+                stream=stream,
+                symbol=kernel.symbol,
                 grid=(config.gridDimX, config.gridDimY, config.gridDimZ),
                 block=(config.blockDimX, config.blockDimY, config.blockDimZ),
                 shared=config.sharedMemBytes,
-                cluster=(cluster.x, cluster.y, cluster.z),
+                cluster=(cluster.x, cluster.y, cluster.z) if cluster is not None else None,
+                cooperative="COOPERATIVE" in attributes,
                 pdl=bool(attributes["PROGRAMMATIC_STREAM_SERIALIZATION"].programmaticStreamSerializationAllowed),
-                arguments=_read_arguments(pointers),
+                arguments=arguments,
                 thread=threading.get_ident(),
             )
         )
@@ -258,22 +368,26 @@ def _attributes(config: Any) -> dict[str, Any]:
     return {attribute.id.name.removeprefix("CU_LAUNCH_ATTRIBUTE_"): attribute.value for attribute in config.attrs[: config.numAttrs]}
 
 
-def _read_arguments(pointers: int) -> dict[str, Any]:
-    addresses = (ctypes.c_void_p * len(PARAMETERS)).from_address(pointers)
+def _read_arguments(pointers: int, parameters: list[tuple[str, str]]) -> dict[str, Any]:
+    addresses = (ctypes.c_void_p * len(parameters)).from_address(pointers)
     values = {}
-    for parameter, address in zip(PARAMETERS, addresses, strict=True):
+    for (name, kind), address in zip(parameters, addresses, strict=True):
         assert address is not None
-        (values[parameter.name],) = struct.unpack(KIND_SIZES[parameter.kind], ctypes.string_at(address, parameter.size))
+        form = KIND_SIZES[kind]
+        (values[name],) = struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
     return values
 
 
-def fake_artifacts(folder: Path, **changes: Any) -> Manifest:
-    """Write the whole menu with fake cubins to ``folder``. ``changes`` override fields of every cubin record."""
-    cubins, entries = {}, []
-    for shape, spec in menu_specs():
+def fake_artifacts(folder: Path, only: Callable[[KernelSpec], bool] = lambda spec: True, **changes: Any) -> Manifest:
+    """Write the menu's entries that ``only`` admits, with fake cubins, to ``folder``. ``changes`` override fields of every cubin record."""
+    cubins: dict[str, CubinRecord] = {}
+
+    def cubin_of(spec: CodeSpec) -> str:
         symbol = f"{spec.code_name}_0"
-        image = json.dumps({"arch": spec.arch, "symbol": symbol, "parameters": [p.size for p in PARAMETERS]}).encode()
+        image = json.dumps({"arch": spec.arch, "symbol": symbol, "parameters": [(p.name, p.kind) for p in spec.parameters]}).encode()
         sha256 = hashlib.sha256(image).hexdigest()
+        if sha256 in cubins:
+            return sha256
         (folder / f"{sha256}.cubin").write_bytes(image)
         record = CubinRecord(
             code=spec.code_name,
@@ -286,13 +400,17 @@ def fake_artifacts(folder: Path, **changes: Any) -> Manifest:
             spill_bytes=0,
             stack_bytes=0,
             static_shared=0,
-            parameters=tuple(ParameterRecord(p.name, 0, p.size) for p in PARAMETERS),
+            parameters=tuple(ParameterRecord(p.name, 0, p.size) for p in spec.parameters),
             block=spec.block_threads,
             resident_ctas=2,
         )
         cubins[sha256] = dataclasses.replace(record, **changes)
-        entries.append(Entry(shape.model, shape.parallel, spec, sha256, spec.shared.total, spec.cluster))
-    manifest = Manifest("0" * 64, {"ptxas": "13.4.59"}, cubins, tuple(entries), folder)
+        return sha256
+
+    chosen = [(shape, spec) for shape, spec in menu_specs() if only(spec)]
+    entries = [Entry(shape.model, shape.parallel, s, cubin_of(s), s.shared_bytes, s.cluster_ctas) for shape, s in chosen]
+    finalize = [FinalizeEntry(spec, cubin_of(spec)) for spec in dict.fromkeys(FinalizeSpec.of(spec) for _, spec in chosen)]
+    manifest = Manifest("0" * 64, {"ptxas": "13.4.59"}, cubins, tuple(entries), folder, tuple(finalize))
     manifest.save(folder)
     return manifest
 

@@ -25,10 +25,11 @@ from kernels.build.lock import Lock, LockedCode, differences
 from kernels.build.ptx import read_entry
 from kernels.build.ptxas_log import PtxasReport, read_log
 from kernels.build.sources import source_digest
+from megamoe_aot.finalize import CodeSpec, FinalizeSpec
 from megamoe_aot.manifest import CubinRecord, Manifest
 from megamoe_aot.menu import LEAD, menu_specs
 from megamoe_aot.spec import ARCHS, KernelSpec
-from tests.built import lead, lead_spec
+from tests.built import built, lead, lead_list_spec, lead_spec
 
 # ---- the real compiler ----
 
@@ -50,8 +51,8 @@ def run_build(folder: Path, *arguments: str, **environment: str) -> subprocess.C
 def test_two_builds_in_two_folders_are_identical(tmp_path: Path) -> None:
     """Another folder, another process and variables that would change the bytes if they reached the compiler."""
     folder = copy_of_sources(tmp_path)
-    part = lead_spec("sm_90a").code_name.removesuffix("_sm_90a")
-    run = run_build(folder, "--entry", part, CUTE_DSL_LINEINFO="1", CUTE_DSL_KEEP="ptx", PYTHONHASHSEED="7")
+    names = [argument for arch in ARCHS for argument in ("--entry", lead_spec(arch).code_name)]
+    run = run_build(folder, *names, CUTE_DSL_LINEINFO="1", CUTE_DSL_KEEP="ptx", PYTHONHASHSEED="7")
     assert run.returncode == 0, run.stderr
     manifest = Manifest.load(folder / "artifacts")
     assert {entry.spec for entry in manifest.entries} == {lead_spec(arch) for arch in ARCHS}
@@ -60,6 +61,9 @@ def test_two_builds_in_two_folders_are_identical(tmp_path: Path) -> None:
         assert manifest.read_cubin(entry.cubin) == ours.compiled.cubin
         assert (manifest.folder / f"{entry.cubin}.ptx").read_text() == ours.compiled.ptx
         assert manifest.record(entry) == ours.record
+    assert {entry.spec for entry in manifest.finalize} == {FinalizeSpec(4096, 8, arch) for arch in ARCHS}
+    for summing in manifest.finalize:
+        assert manifest.read_cubin(summing.cubin) == built(summing.spec).compiled.cubin
     assert manifest.source_digest == source_digest()
     assert str(folder) not in (manifest.folder / "manifest.json").read_text()
 
@@ -167,6 +171,81 @@ def test_ptx_rules(arch: str, old: str, new: str, message: str) -> None:
     assert message in " | ".join(verify.ptx_problems(spec, read_entry(text.replace(old, new))))
 
 
+LIST = lead_list_spec("sm_90a")
+FINALIZE = FinalizeSpec.of(LIST)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_record_of_a_list_kernel(arch: str) -> None:
+    """One CTA per SM, no clusters, two more parameters; nothing spilled."""
+    spec, record = lead_list_spec(arch), built(lead_list_spec(arch)).record
+    assert [(p.name, p.size) for p in record.parameters][-4:] == [("limit", 4), ("flags", 4), ("scratch", 8), ("tokens", 4)]
+    assert (record.block, record.resident_ctas) == (spec.block_threads, 1)
+    assert (record.code, record.symbol, record.spill_bytes, record.static_shared) == (spec.code_name, f"{spec.code_name}_0", 0, 0)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_record_of_a_finalize_kernel(arch: str) -> None:
+    record = built(FinalizeSpec(4096, 8, arch)).record
+    assert [(p.name, p.size) for p in record.parameters] == [("out", 8), ("weights", 8), ("shared", 8), ("y", 8)]
+    assert (record.code, record.symbol, record.block) == (f"finalize_h4096_k8_{arch}", f"finalize_h4096_k8_{arch}_0", 64)
+    assert record.resident_ctas >= 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "message"),
+    [
+        (LIST, {"registers": 255}, f"255 registers; 1 CTAs of {LIST.block_threads} threads leave "),
+        (LIST, {"block": (160, 1, 1)}, f"requires (160, 1, 1) threads, the spec says {LIST.block_threads}"),
+        (LIST, {"static_shared": 4}, "4 bytes of static shared memory"),
+        (FINALIZE, {"stack_bytes": 8}, "stack frame of 8 bytes"),
+        (FINALIZE, {"block": (128, 1, 1)}, "requires (128, 1, 1) threads, the spec says 64"),
+    ],
+)
+def test_cubin_rules_of_the_other_kinds(spec: CodeSpec, change: dict[str, Any], message: str) -> None:
+    facts = read_cubin(built(spec).compiled.cubin)
+    assert verify.cubin_problems(spec, facts) == []
+    assert message in " | ".join(verify.cubin_problems(spec, dataclasses.replace(facts, **change)))
+
+
+def test_each_kind_has_its_own_parameter_list() -> None:
+    kinds: list[CodeSpec] = [SPEC, LIST, FINALIZE]
+    for code in kinds:
+        facts, entry = read_cubin(built(code).compiled.cubin), read_entry(built(code).compiled.ptx)
+        for spec in kinds:
+            refused = any("the ABI says" in problem for problem in [*verify.cubin_problems(spec, facts), *verify.ptx_problems(spec, entry)])
+            assert refused == (spec is not code)
+
+
+TRIGGER = "griddepcontrol.launch_dependents;"
+
+
+@pytest.mark.parametrize(
+    ("spec", "old", "new", "message"),
+    [
+        (LIST, ".minnctapersm 1", ".minnctapersm 2", ".minnctapersm is 2, the budget is 1"),
+        (LIST, ".align 1024 .b8", ".align 16 .b8", "the swizzle needs 1024"),
+        (LIST, ".e4m3.e4m3", ".f16.f16", "the PTX lacks ['wgmma.mma_async with e4m3']"),
+        (LIST, "atom.relaxed.gpu", "atom.relaxed.cta", "the PTX lacks ['atom with gpu with global with add']"),
+        (LIST, "st.relaxed.gpu.global", "st.global", "the PTX lacks ['st.relaxed.gpu.global']"),
+        (LIST, "ld.relaxed.gpu.global", "ld.global", "the PTX lacks ['ld.relaxed.gpu.global']"),
+        (LIST, TRIGGER, "", "the PTX lacks ['griddepcontrol.launch_dependents']"),
+        (LIST, "griddepcontrol.wait;", f"griddepcontrol.wait; {TRIGGER}", "the launch argument cannot turn it off"),
+        (LIST, "griddepcontrol.wait;", "", "no griddepcontrol.wait"),
+        (LIST, "griddepcontrol.wait;", "@%p1 griddepcontrol.wait;", "accesses memory of scratch"),
+        (SPEC, "griddepcontrol.wait;", f"griddepcontrol.wait; {TRIGGER}", "must not let its successor start early"),
+        (FINALIZE, ".minnctapersm 2", ".minnctapersm 1", ".minnctapersm is 1, the budget is 2"),
+        (FINALIZE, "griddepcontrol.wait;", f"griddepcontrol.wait; {TRIGGER}", "must not let its successor start early"),
+        (FINALIZE, "griddepcontrol.wait;", "@%p1 griddepcontrol.wait;", "accesses memory of out"),
+        (FINALIZE, ".entry", ".extern .shared .align 16 .b8 s[];\n.visible .entry", "aligned to 16, the swizzle needs None"),
+    ],
+)
+def test_ptx_rules_of_every_kind(spec: CodeSpec, old: str, new: str, message: str) -> None:
+    text = built(spec).compiled.ptx
+    assert old in text and verify.ptx_problems(spec, read_entry(text)) == []
+    assert message in " | ".join(verify.ptx_problems(spec, read_entry(text.replace(old, new))))
+
+
 def test_a_cubin_of_another_arch_or_a_spilling_one_is_rejected() -> None:
     right, other = lead("sm_90a").compiled, lead("sm_100f").compiled
     assert verify.verify(SPEC, right) == lead("sm_90a").record
@@ -212,7 +291,7 @@ def test_digest_covers_what_decides_the_bytes(tmp_path: Path) -> None:
 # ---- writing ----
 
 
-def fake_built(spec: KernelSpec, salt: str = "") -> Built:
+def fake_built(spec: CodeSpec, salt: str = "") -> Built:
     """A result with the right records and made-up bytes."""
     compiled = Compiled(f"cubin of {spec.code_name} {salt}".encode(), f"ptx of {spec.code_name} {salt}", "")
     record = CubinRecord(
@@ -244,15 +323,16 @@ def readable(folder: Path) -> dict[str, bytes]:
     return {sha: manifest.read_cubin(sha) for sha in manifest.cubins}
 
 
-LEAD_ENTRIES = [(shape, spec) for shape, spec in menu_specs() if shape is LEAD]
+LEAD_ENTRIES = [(shape, spec) for shape, spec in menu_specs() if shape is LEAD and spec.structure == "cluster"]
+"""12 entries of 8 codes, and two finalize kernels."""
 
 
-@pytest.mark.parametrize("crash_at", [0, 1, 7, 16])
+@pytest.mark.parametrize("crash_at", [0, 1, 7, 20])
 @pytest.mark.parametrize("how", ["before the rename", "while writing"])
 def test_a_crash_while_writing_leaves_a_complete_old_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int, how: str
 ) -> None:
-    """8 codes are 16 files and a manifest, so step 16 is the manifest itself."""
+    """10 codes are 20 files and a manifest, so step 20 is the manifest itself."""
     write(tmp_path, LEAD_ENTRIES, "old")
     before = readable(tmp_path)
     steps = 0
@@ -268,7 +348,7 @@ def test_a_crash_while_writing_leaves_a_complete_old_build(
 
         return call
 
-    target = "replace" if how == "before the rename" or crash_at == 16 else "fsync"
+    target = "replace" if how == "before the rename" else "fsync"
     with monkeypatch.context() as patch:
         patch.setattr(os, target, crash(target))
         with pytest.raises(KeyboardInterrupt):
@@ -276,27 +356,28 @@ def test_a_crash_while_writing_leaves_a_complete_old_build(
     assert readable(tmp_path) == before
 
     write(tmp_path, LEAD_ENTRIES, "new")
-    assert len(readable(tmp_path)) == 8
+    assert len(readable(tmp_path)) == 10
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert len(names) == 17 and not [name for name in names if name.startswith(".")], "no leftovers"
+    assert len(names) == 21 and not [name for name in names if name.startswith(".")], "no leftovers"
 
 
 def test_stale_files_go_and_foreign_files_stay(tmp_path: Path) -> None:
     write(tmp_path, LEAD_ENTRIES, "old")
-    for name in ("manifest.lock.json", "README.md", ".manifest.json.123", ".x.cubin.9.tmp"):
+    for name in ("manifest.lock.json", "README.md", ".manifest.json.123.tmp", ".x.cubin.9.tmp"):
         (tmp_path / name).write_text("x")
     removed = write(tmp_path, LEAD_ENTRIES[:1], "old")
-    kept = fake_built(LEAD_ENTRIES[0][1], "old").sha256
+    spec = LEAD_ENTRIES[0][1]
+    kept = [fake_built(code, "old").sha256 for code in (spec, FinalizeSpec.of(spec))]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [f"{kept}.cubin", f"{kept}.ptx", "README.md", "manifest.json", "manifest.lock.json"]
+        [*(f"{sha}{suffix}" for sha in kept for suffix in (".cubin", ".ptx")), "README.md", "manifest.json", "manifest.lock.json"]
     )
-    assert len(removed) == 2 * 7 + 2
+    assert len(removed) == 2 * 8 + 2
 
 
 def test_entries_that_share_code_share_the_cubin(tmp_path: Path) -> None:
     write(tmp_path, LEAD_ENTRIES, "")
     manifest = Manifest.load(tmp_path)
-    assert len(manifest.entries) == 12 and len(manifest.cubins) == 8
+    assert len(manifest.entries) == 12 and len(manifest.cubins) == 10
     orders = {(e.spec.w13_order, e.cubin) for e in manifest.entries if "row_major_bf16_sm_90a" in e.spec.name}
     assert len(orders) == 2 and len({cubin for _, cubin in orders}) == 1
 
@@ -372,7 +453,7 @@ class Cli:
     compiled: list[str] = dataclasses.field(default_factory=list)
     failing: str = "nothing fails"
 
-    def build(self, spec: KernelSpec) -> Built:
+    def build(self, spec: CodeSpec) -> Built:
         self.compiled.append(spec.code_name)
         if self.failing in spec.code_name:
             raise BuildError(spec.code_name, ["ptxas spilled: 4 bytes [%rd1]"])
@@ -402,7 +483,9 @@ def test_all_builds_each_code_once_and_check_agrees(cli: Cli, capsys: pytest.Cap
     assert cli("--all", "--update-lock") == 0
     manifest = Manifest.load(cli.folder / "out")
     assert [e.spec for e in manifest.entries] == [spec for _, spec in menu_specs()]
-    assert sorted(cli.compiled) == sorted({spec.code_name for _, spec in menu_specs()})
+    finalize = [f"finalize_h{hidden}_k8_{arch}" for hidden in (2048, 4096, 7168) for arch in ARCHS]
+    assert sorted(cli.compiled) == sorted({spec.code_name for _, spec in menu_specs()} | set(finalize))
+    assert sorted(manifest.record(entry).code for entry in manifest.finalize) == sorted(finalize)
     assert manifest.source_digest == source_digest()
     files = sorted((cli.folder / "out").iterdir())
     assert cli("--all", "--check") == 0
@@ -451,13 +534,17 @@ def test_validation_travels_from_the_lock_to_the_manifest(cli: Cli) -> None:
     assert lock is not None and lock.codes[name].validated_on == ("NVIDIA H200",)
 
 
+CODES = 2 * (5 * 4 * 3 + 3)
+"""Per arch: five models, four codes (two layouts, two logits dtypes) in three structures; three widths of the finalize kernel."""
+
+
 def test_one_failure_is_named_and_nothing_is_written(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     cli.failing = lead_spec("sm_100f").code_name
     assert cli("--all") == 1
     err = capsys.readouterr().err
-    assert cli.failing in err and "ptxas spilled: 4 bytes [%rd1]" in err and "1 of 16 codes failed; nothing was written" in err
+    assert cli.failing in err and "ptxas spilled: 4 bytes [%rd1]" in err and f"1 of {CODES} codes failed; nothing was written" in err
     assert not (cli.folder / "out").exists()
-    assert len(cli.compiled) == 16, "a failure does not stop the other codes"
+    assert len(cli.compiled) == CODES, "a failure does not stop the other codes"
 
 
 def test_sources_that_change_during_a_build_void_it(cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,6 +590,6 @@ def test_list_shows_entries_and_builds_nothing(cli: Cli, capsys: pytest.CaptureF
     assert cli("--list", "--arch", "sm_90a", "--entry", "sigmoid", "--entry", "softmax") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2] for line in lines] == [spec.name for _, spec in menu_specs(("sm_90a",))]
-    (shared,) = [line for line in lines if "i512" in line and "row_major_bf16_sm_90a_up_gate" in line.split()[2]]
+    (shared,) = [line for line in lines if "h4096_i512" in line and "row_major_bf16_sm_90a_up_gate" in line.split()[2]]
     assert "(cubin of" in shared and "row_major_bf16_sm_90a_gate_up)" in shared
     assert cli.compiled == []

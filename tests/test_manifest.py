@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megamoe_aot import DamagedArtifactError, ManifestError
+from megamoe_aot.finalize import FinalizeSpec
 from megamoe_aot.manifest import Manifest
 from megamoe_aot.menu import menu_specs
+from megamoe_aot.spec import ARCHS
 from tests.fake_driver import fake_artifacts
 
 
@@ -37,7 +39,22 @@ def test_the_whole_menu_survives_a_round_trip(folder: Path) -> None:
     assert read.archs == ("sm_100f", "sm_90a")
     assert {read.record(entry).arch for entry in read.entries if entry.spec.arch == "sm_90a"} == {"sm_90a"}
     row_major = {entry.cubin for entry in read.entries if entry.spec.layout == "row_major" and entry.spec.hidden == 2048}
-    assert len(row_major) == 4, "both w13 orders share a cubin: 2 archs x 2 logits dtypes"
+    assert len(row_major) == 2 * 2 * 2 * 3, "both w13 orders share a cubin: 2 archs x 2 models x 2 logits dtypes x (cluster, list8, list16)"
+    assert {entry.spec for entry in read.finalize} == {FinalizeSpec(hidden, 8, arch) for hidden in (2048, 4096, 7168) for arch in ARCHS}
+
+
+def test_every_cubin_names_its_spec(folder: Path) -> None:
+    read = Manifest.load(folder)
+    assert {read.spec_of(sha256).code_name: sha256 for sha256 in read.cubins} == {r.code: sha for sha, r in read.cubins.items()}
+    with pytest.raises(KeyError):
+        read.spec_of("0" * 64)
+
+
+def test_entries_of_one_model_have_names_of_their_own() -> None:
+    names = [spec.name for _, spec in menu_specs()]
+    assert len(set(names)) == len(names)
+    grouped = [spec for shape, spec in menu_specs() if shape.model == "DeepSeek-V3"]
+    assert {(s.scoring, s.groups, s.top_groups, s.scale) for s in grouped} == {("sigmoid_bias_grouped", 8, 4, 2.5)}
 
 
 def test_saving_twice_gives_the_same_bytes_and_leaves_nothing_behind(folder: Path) -> None:
@@ -48,17 +65,32 @@ def test_saving_twice_gives_the_same_bytes_and_leaves_nothing_behind(folder: Pat
     assert sorted(folder.iterdir()) == names
 
 
+def _drop(data: Any, layout: str) -> None:
+    """Remove the last entry of a layout: a row_major cubin has another entry that names it."""
+    at = max(i for i, entry in enumerate(data["entries"]) if entry["spec"]["layout"] == layout)
+    del data["entries"][at]
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda data: data.update(format=2), "format 2, this version of megamoe_aot reads format 1"),
+        (lambda data: data.update(format=1), "format 1, this version of megamoe_aot reads format 2"),
         (lambda data: data.pop("compiler"), "missing or unknown fields ['compiler']"),
         (lambda data: data.update(extra=1), "missing or unknown fields ['extra']"),
         (lambda data: data["entries"][0].pop("cluster"), "missing or unknown fields ['cluster']"),
         (lambda data: data["entries"][0]["spec"].update(colour="red"), "unknown spec fields ['colour']"),
         (lambda data: data["entries"][0]["spec"].update(inter=100), "multiple of 128"),
         (lambda data: next(iter(data["cubins"].values())).pop("symbol"), "missing or unknown fields ['symbol']"),
-        (lambda data: data["entries"].pop(), "build_id"),
+        (lambda data: _drop(data, "trtllm_gen"), "disagree"),
+        (lambda data: _drop(data, "row_major"), "build_id"),
+        (lambda data: data.pop("finalize"), "missing or unknown fields ['finalize']"),
+        (lambda data: data["finalize"].pop(), "disagree"),
+        (lambda data: data["finalize"].append(data["finalize"][0]), "two finalize kernels have one spec"),
+        (lambda data: data["finalize"][0].pop("cubin"), "missing or unknown fields ['cubin']"),
+        (lambda data: data["finalize"][0]["spec"].update(inter=512), "unknown finalize spec fields ['inter']"),
+        (lambda data: data["finalize"][0]["spec"].update(top_k=7), "names a cubin of finalize_h4096_k8"),
+        (lambda data: data["finalize"][0].update(cubin=data["entries"][0]["cubin"]), "disagree|names a cubin of"),
+        (lambda data: data["finalize"].reverse(), "changed after the build"),
         (lambda data: data["cubins"].popitem(), "disagree"),
         (lambda data: data["entries"][0].update(cubin=data["entries"][1]["cubin"]), "disagree|names a cubin of"),
         (lambda data: data["entries"][0].update(dynamic_shared=7), "changed after the build"),

@@ -24,7 +24,7 @@ import megamoe_aot as mm
 
 assert "site-packages" in mm.__file__, mm.__file__
 shapes = {(entry.spec.hidden, entry.spec.inter, entry.spec.experts, entry.spec.top_k) for entry in mm.menu()}
-assert shapes == {(4096, 512, 288, 8), (2048, 768, 128, 8)}, shapes
+assert shapes == {(4096, 512, 288, 8), (2048, 768, 128, 8), (7168, 256, 256, 8), (4096, 1536, 128, 8), (2048, 512, 256, 8)}, shapes
 assert {entry.spec.arch for entry in mm.menu()} == {"sm_90a", "sm_100f"}
 assert mm.has_kernel(hidden=4096, inter=512, experts=288, top_k=8, tokens=1)
 assert not mm.has_kernel(hidden=4096, inter=512, experts=288, top_k=8, tokens=17)
@@ -37,15 +37,28 @@ assert "libcuda" not in open("/proc/self/maps").read()
 
 # The launch configuration with this version of cuda-bindings; it needs no driver.
 from cuda.bindings import driver
-from megamoe_aot import launch
+from megamoe_aot import finalize, launch
 launch.driver.bindings = lambda: driver
+assert all(mm.loader.manifest().finalize_for(entry.spec) for entry in mm.menu())
 spec = mm.menu()[0].spec
 config = launch.configuration(spec, pdl=True, tokens=3)
 cluster, serialization = config.attrs
 assert (config.gridDimX, config.blockDimX, config.sharedMemBytes) == (16 * 3 * 8, 160, spec.shared.total)
 assert (cluster.value.clusterDim.x, serialization.value.programmaticStreamSerializationAllowed) == (16, 1)
-for name in ("cuLibraryLoadData", "cuKernelGetParamInfo", "cuKernelSetAttribute", "cuOccupancyMaxActiveClusters", "cuLaunchKernelEx"):
+spec = next(entry.spec for entry in mm.menu() if entry.spec.structure == "list")
+config = launch.configuration(spec, pdl=True, tokens=3, processors=132)
+cooperative, serialization = config.attrs
+assert (config.gridDimX, config.blockDimX, config.sharedMemBytes) == (132, spec.block_threads, spec.work_list.total)
+assert (cooperative.value.cooperative, serialization.value.programmaticStreamSerializationAllowed) == (1, 1)
+config = launch.configuration(finalize.FinalizeSpec.of(spec), pdl=False, tokens=3)
+assert (config.gridDimX, config.blockDimX, config.sharedMemBytes, len(config.attrs)) == (3 * 8, 64, 0, 1)
+for name in (
+    "cuLibraryLoadData", "cuKernelGetParamInfo", "cuKernelSetAttribute", "cuOccupancyMaxActiveClusters", "cuLaunchKernelEx",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuCtxGetDevResource", "cuMemAlloc", "cuMemFree", "cuMemsetD8Async",
+    "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode",
+):
     assert callable(getattr(driver, name))
+assert driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM and driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 try:
     import torch
 except ImportError:

@@ -228,14 +228,20 @@ def _wait(decoder: Decoder, instruction: Instruction) -> Execute:
 # ---- barriers of the CTA and the cluster ----
 
 
-@opcode("bar.sync", "barrier.sync", "barrier.sync.aligned", "bar.cta.sync", "barrier.cta.sync", "barrier.cta.sync.aligned")
-def _bar_sync(decoder: Decoder, instruction: Instruction) -> Execute:
-    """bar.sync a{, b}: b threads (all of the CTA by default) meet; orders their memory accesses."""
+_BARRIERS = [
+    f"{head}.{what}{aligned}" for what in ("sync", "arrive") for head in ("barrier", "barrier.cta") for aligned in ("", ".aligned")
+]
+
+
+@opcode("bar.sync", "bar.cta.sync", "bar.arrive", "bar.cta.arrive", *_BARRIERS)
+def _bar(decoder: Decoder, instruction: Instruction) -> Execute:
+    """bar.sync a{, b}: b threads (all of the CTA by default) meet; orders their memory accesses. bar.arrive a, b counts without waiting."""
     operands = instruction.operands
+    waits = ".sync" in instruction.opcode
     number = decoder.source(operands[0], 32)
     count = decoder.source(operands[1], 32) if len(operands) > 1 else NONE
-    if len(operands) > 2:
-        decoder.fail("too many operands")
+    if len(operands) > 2 or (not waits and count == NONE):
+        decoder.fail("a barrier and a number of threads expected")
 
     def execute(fragment: Fragment, lanes: Lanes) -> Signal | None:
         warp = fragment.warp
@@ -256,8 +262,11 @@ def _bar_sync(decoder: Decoder, instruction: Instruction) -> Execute:
                 state.views = cluster.sanitizer.clocks.empty()
             warp.clock.sync(lanes)
             warp.clock.release(lanes, state.views)
-        state.waiting.append(fragment)
+        if waits:
+            state.waiting.append(fragment)
         if state.arrived < state.count:
+            if not waits:
+                return None
             cluster.scheduler.park(
                 fragment, f"barrier {identity}", lambda: f"waits in barrier {identity}: {state.arrived} of {state.count} threads are there"
             )

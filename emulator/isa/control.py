@@ -53,8 +53,8 @@ def _wait(decoder: Decoder, instruction: Instruction) -> Execute:
 
     def execute(fragment: Fragment, lanes: Lanes) -> Signal | None:
         cluster = fragment.warp.cta.cluster
-        if not cluster.dependency_done:
-            cluster.dependency_waiters.append(fragment)
+        if not cluster.wave.dependency_done:
+            cluster.wave.dependency_waiters.append(fragment)
             cluster.scheduler.park(fragment, "preceding grid", lambda: "waits for the preceding grid")
             return Signal.RETRY
         if cluster.sanitizer:
@@ -71,6 +71,6 @@ def _launch_dependents(decoder: Decoder, instruction: Instruction) -> Execute:
     def execute(fragment: Fragment, lanes: Lanes) -> None:
         cta = fragment.warp.cta
         if cta.cluster.sanitizer:
-            cta.cluster.sanitizer.globals.triggered[cta.rank] = True
+            cta.cluster.sanitizer.globals.triggered[cta.number] = True
 
     return execute

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -63,7 +64,7 @@ def issue(fragment: Fragment, lane: Lanes, barrier: Mbarrier, start: int, places
         barriers.expect(cluster, barrier, -size)
         barriers.complete(cluster, barrier)
 
-    cluster.scheduler.submit(AsyncOp(what, barrier.cta, where, land))
+    cluster.scheduler.submit(AsyncOp(what, cluster.ctas[barrier.cta].number, where, land))
 
 
 def _destination(fragment: Fragment, address: int, size: int, align: int, what: str, check: str) -> tuple[int, int] | None:
@@ -141,8 +142,7 @@ def _load_box(fragment: Fragment, lane: Lanes, to: int, at: int, map_address: in
     rank, flat = destination
     if barrier.cta != rank or rank != fragment.warp.cta.rank:
         cluster.report("E-TMA", f"CTA {fragment.warp.cta.rank} loads into CTA {rank} and completes on a barrier of CTA {barrier.cta}")
-    if cluster.sanitizer:
-        cluster.sanitizer.globals.bulk_read(fragment.warp.clock, lane, allocation)
+    _about_to_read(fragment, lane, allocation, lambda: _box_rows(tensor, coordinates)[:2])
     offset = flat - rank * cluster.shared.span  # the swizzle works on the address, which is the offset up to rank bits
     places = rank * cluster.shared.span + swizzle(offset + np.arange(size), tensor.swizzle)
     issue(fragment, lane, barrier, flat, places, partial(read_box, cluster, tensor, allocation, coordinates), "TMA")
@@ -151,23 +151,41 @@ def _load_box(fragment: Fragment, lane: Lanes, to: int, at: int, map_address: in
 def read_box(cluster: Cluster, tensor: TensorMap, allocation: Allocation, coordinates: list[int]) -> NDArray[np.uint8]:
     """The box at ``coordinates``, innermost dimension first and dense; zeros outside the tensor."""
     spec, unit = tensor.spec, tensor.element_bytes
-    row_bytes = spec.box[0] * unit
+    result = np.zeros((int(np.prod(spec.box[1:], dtype=np.int64)), spec.box[0] * unit), np.uint8)
+    starts, width, rows = _box_rows(tensor, coordinates)
+    if width:
+        first = max(0, -coordinates[0]) * unit
+        _read_rows(cluster, allocation, starts, width, result[:, first : first + width], rows)
+    return result.ravel()
+
+
+def _box_rows(tensor: TensorMap, coordinates: list[int]) -> tuple[Index, int, Index]:
+    """(where in the buffer each row inside the tensor starts, bytes of each, which rows of the box they are)."""
+    spec, unit = tensor.spec, tensor.element_bytes
     low, high = max(0, coordinates[0]), min(spec.dims[0], coordinates[0] + spec.box[0])
-    result = np.zeros((int(np.prod(spec.box[1:], dtype=np.int64)), row_bytes), np.uint8)
     if low >= high:
-        return result.ravel()
+        return np.zeros(0, np.int64), 0, np.zeros(0, np.int64)
     starts, inside = np.zeros(1, np.int64), np.ones(1, bool)
     for c, box, dim, stride in zip(coordinates[1:], spec.box[1:], spec.dims[1:], spec.strides, strict=True):
         index = c + np.arange(box)
         # the innermost of these dimensions varies fastest
         starts = (index[:, None] * stride + starts[None, :]).ravel()
         inside = (((index >= 0) & (index < dim))[:, None] & inside[None, :]).ravel()
-    starts = starts + tensor.offset + low * unit
-    width = (high - low) * unit
-    at = slice((low - coordinates[0]) * unit, (low - coordinates[0]) * unit + width)
     rows = np.flatnonzero(inside)
-    _read_rows(cluster, allocation, starts[rows], width, result[:, at], rows)
-    return result.ravel()
+    return starts[rows] + tensor.offset + low * unit, (high - low) * unit, rows
+
+
+def _about_to_read(fragment: Fragment, lane: Lanes, allocation: Allocation, rows: Callable[[], tuple[Index, int]]) -> None:
+    """Checks of a copy; ``rows()``: where it reads in the buffer, and how many bytes at each place."""
+    cluster = fragment.warp.cta.cluster
+    touched = None
+    if allocation.dirty is not None:
+        starts, width = rows()
+        touched = (starts[:, None] + np.arange(width)).ravel()
+        touched = touched[(touched >= 0) & (touched < allocation.buffer.size)]
+        cluster.wave.stores.settle(allocation, touched, 1, cluster)
+    if cluster.sanitizer:
+        cluster.sanitizer.globals.bulk_read(fragment.warp.clock, lane, allocation, touched)
 
 
 def _read_rows(cluster: Cluster, allocation: Allocation, starts: Index, width: int, into: Any, rows: Index) -> None:
@@ -239,12 +257,15 @@ def _bulk(decoder: Decoder, instruction: Instruction) -> Execute:
                 continue
             if destination is None or found is None:
                 continue
-            if cluster.sanitizer:
-                cluster.sanitizer.globals.bulk_read(fragment.warp.clock, one, allocation)
+            _about_to_read(fragment, one, allocation, partial(_span, address - allocation.address, byte_count))
             produce = partial(_read_span, cluster, allocation, address - allocation.address, byte_count)
             issue(fragment, one, found, destination[1], destination[1] + np.arange(byte_count), produce, "bulk copy")
 
     return execute
+
+
+def _span(offset: int, byte_count: int) -> tuple[Index, int]:
+    return np.array([offset]), byte_count
 
 
 def _read_span(cluster: Cluster, allocation: Allocation, offset: int, byte_count: int) -> NDArray[np.uint8]:
@@ -337,4 +358,4 @@ def _send(fragment: Fragment, lanes: Lanes, rank: int, offsets: Index, address: 
         barriers.expect(cluster, barrier, -counted)
         barriers.complete(cluster, barrier)
 
-    cluster.scheduler.submit(AsyncOp("st.async", rank, cluster.where(), land))
+    cluster.scheduler.submit(AsyncOp("st.async", cluster.ctas[rank].number, cluster.where(), land))

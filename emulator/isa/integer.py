@@ -130,6 +130,23 @@ def _bit_count(decoder: Decoder, instruction: Instruction) -> Execute:
     return execute
 
 
+@opcode("bfind.u32", "bfind.s32", "bfind.shiftamt.u32", "bfind.shiftamt.s32")
+def _bfind(decoder: Decoder, instruction: Instruction) -> Execute:
+    """Position of the highest bit that differs from the sign (unsigned: that is set), or how far it lies below bit 31; else all ones."""
+    d, a = decoder.expect(2)
+    source, target = decoder.source(a, 32), decoder.result(d, 32)
+    signed, distance = instruction.opcode.endswith("s32"), ".shiftamt" in instruction.opcode
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        word = fragment.s[source].astype(np.int64) if signed else fragment.u[source].astype(np.int64)
+        word = np.where(word < 0, ~word, word)
+        position = np.frexp(word.astype(np.float64))[1] - 1  # exact: 32 bits fit in FP64; -1 for 0
+        found = 31 - position if distance else position
+        assign(fragment.u[target], np.where(word == 0, 0xFFFFFFFF, found).astype(np.uint32), lanes)
+
+    return execute
+
+
 @opcode("bfe.u32", "bfe.s32")
 def _bfe(decoder: Decoder, instruction: Instruction) -> Execute:
     """Extract a bit field; position and length are the low 8 bits of their operands."""

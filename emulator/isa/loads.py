@@ -12,6 +12,7 @@ from ..cluster import Cluster
 from ..decode import DTYPES, NONE, Decoder, Execute, opcode
 from ..memory import POISON, SHARED_START, Allocation, read_span
 from ..parser import Instruction
+from ..sanitizer import taint
 from ..warp import Fragment, Lanes, lanes_of
 from .common import TYPE_WIDTH
 
@@ -21,7 +22,7 @@ _TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b6
 _VECTORS = {"": 1, ".v2": 2, ".v4": 4}
 
 
-def _names(head: str) -> list[str]:
+def names(head: str) -> list[str]:
     """All vector and type variants, up to 16 bytes."""
     found = []
     for vector, count in _VECTORS.items():
@@ -67,7 +68,7 @@ class Access:
         return np.stack([fragment.u[r][lanes].astype(DTYPES[self.width]) for r in self.registers], axis=1)
 
 
-def _access(decoder: Decoder, instruction: Instruction, address_width: int) -> Access:
+def access_of(decoder: Decoder, instruction: Instruction, address_width: int) -> Access:
     parts = instruction.opcode.split(".")
     width, count = TYPE_WIDTH[parts[-1]], int(parts[-2][1:]) if parts[-2] in ("v2", "v4") else 1
     load = parts[0] == "ld"
@@ -78,7 +79,7 @@ def _access(decoder: Decoder, instruction: Instruction, address_width: int) -> A
     return Access(base, offset, registers, width, load and parts[-1][0] == "s")
 
 
-_CLASH = "lanes of one store write different values to the same bytes: which one stays is undefined"
+CLASH = "lanes of one store write different values to the same bytes: which one stays is undefined"
 
 
 # ---- shared memory ----
@@ -113,9 +114,9 @@ def granules(cluster: Cluster, flat: Index, size: int, lane_index: Index) -> tup
     return (flat[:, None] // granule + np.arange(count)).ravel(), np.repeat(lane_index, count)
 
 
-@opcode(*_names("ld.shared"), *_names("ld.shared::cta"))
+@opcode(*names("ld.shared"), *names("ld.shared::cta"))
 def _ld_shared(decoder: Decoder, instruction: Instruction) -> Execute:
-    access = _access(decoder, instruction, 32)
+    access = access_of(decoder, instruction, 32)
     size, width = access.size, access.width
     decoder.granule = min(decoder.granule, width // 8)
     each = np.arange(len(access.registers))
@@ -131,15 +132,18 @@ def _ld_shared(decoder: Decoder, instruction: Instruction) -> Execute:
         cluster.counts.bytes["shared load"] += size * readers.count
         if cluster.sanitizer:
             at, lane_of = granules(cluster, flat, size, readers.index)
-            cluster.sanitizer.shared.generic_read(fragment.warp.clock, readers, at, lane_of)
+            for granule, lane in cluster.sanitizer.shared.generic_read(fragment.warp.clock, readers, at, lane_of):
+                first = int(flat[np.searchsorted(readers.index, lane)])
+                register = access.registers[(granule * cluster.program.granule - first) * 8 // width]
+                taint.mark(fragment.warp, register, 1 << lane, taint.RACE)
         access.write(fragment, readers.index, cluster.shared.views[width][flat[:, None] * 8 // width + each])
 
     return execute
 
 
-@opcode(*_names("st.shared"), *_names("st.shared::cta"))
+@opcode(*names("st.shared"), *names("st.shared::cta"))
 def _st_shared(decoder: Decoder, instruction: Instruction) -> Execute:
-    access = _access(decoder, instruction, 32)
+    access = access_of(decoder, instruction, 32)
     size, width = access.size, access.width
     decoder.granule = min(decoder.granule, width // 8)
     each = np.arange(len(access.registers))
@@ -158,7 +162,7 @@ def _st_shared(decoder: Decoder, instruction: Instruction) -> Execute:
         values = access.read(fragment, writers.index)
         view[places] = values
         if (view[places] != values).any():
-            cluster.report("E-RACE", _CLASH)
+            cluster.report("E-RACE", CLASH)
 
     return execute
 
@@ -166,7 +170,7 @@ def _st_shared(decoder: Decoder, instruction: Instruction) -> Execute:
 # ---- global memory ----
 
 
-def _split(cluster: Cluster, addresses: Any, lanes: Lanes, size: int, what: str) -> list[tuple[Allocation, Index, Index]]:
+def split(cluster: Cluster, addresses: Any, lanes: Lanes, size: int, what: str) -> list[tuple[Allocation, Index, Index]]:
     """Per buffer: (allocation, byte offset per lane, those lanes). Bad addresses are reported and left out."""
     wanted = addresses[lanes.index]
     found: list[tuple[Allocation, Index, Index]] = []
@@ -190,7 +194,7 @@ def _split(cluster: Cluster, addresses: Any, lanes: Lanes, size: int, what: str)
     return found
 
 
-def _bytes_of(cluster: Cluster, allocation: Allocation, offsets: Index, size: int) -> Any:
+def bytes_of(cluster: Cluster, allocation: Allocation, offsets: Index, size: int) -> Any:
     """uint8 [n, size]."""
     data = allocation.buffer.data
     if isinstance(data, np.ndarray):
@@ -205,52 +209,53 @@ def _bytes_of(cluster: Cluster, allocation: Allocation, offsets: Index, size: in
     return rows
 
 
-@opcode(*_names("ld.global"), *_names("ld.global.nc"))
+@opcode(*names("ld.global"), *names("ld.global.nc"))
 def _ld_global(decoder: Decoder, instruction: Instruction) -> Execute:
-    access = _access(decoder, instruction, 64)
+    access = access_of(decoder, instruction, 64)
     size = access.size
     read_only = ".nc" in instruction.opcode
 
     def execute(fragment: Fragment, lanes: Lanes) -> None:
         warp = fragment.warp
         cluster = warp.cta.cluster
-        parts = _split(cluster, access.addresses(fragment), lanes, size, "load")
+        parts = split(cluster, access.addresses(fragment), lanes, size, "load")
         access.poison(fragment, lanes)
         for allocation, offsets, by in parts:
             cluster.counts.bytes["global load"] += size * len(by)
             at = (offsets[:, None] + np.arange(size)).ravel()
+            cluster.wave.stores.settle(allocation, offsets, size, cluster)
             if cluster.sanitizer:
                 cluster.sanitizer.globals.load(warp.clock, lanes, allocation, at, np.repeat(by, size))
             if read_only and allocation.dirty is not None and allocation.dirty[at].any():
                 cluster.report("E-GLOBAL", f"ld.global.nc of bytes of {allocation.buffer.name} that this kernel writes")
-            if allocation.buffer.predecessor and not cluster.dependency_done:
+            if allocation.buffer.predecessor and not cluster.wave.dependency_done:
                 continue  # not there yet: the lanes keep the poison
-            access.write(fragment, by, _bytes_of(cluster, allocation, offsets, size).view(DTYPES[access.width]))
+            access.write(fragment, by, bytes_of(cluster, allocation, offsets, size).view(DTYPES[access.width]))
 
     return execute
 
 
-@opcode(*_names("st.global"))
+@opcode(*names("st.global"))
 def _st_global(decoder: Decoder, instruction: Instruction) -> Execute:
-    access = _access(decoder, instruction, 64)
+    access = access_of(decoder, instruction, 64)
     size = access.size
 
     def execute(fragment: Fragment, lanes: Lanes) -> None:
         warp = fragment.warp
         cluster = warp.cta.cluster
-        for allocation, offsets, by in _split(cluster, access.addresses(fragment), lanes, size, "store"):
+        for allocation, offsets, by in split(cluster, access.addresses(fragment), lanes, size, "store"):
             cluster.counts.bytes["global store"] += size * len(by)
             at = (offsets[:, None] + np.arange(size)).ravel()
+            cluster.wave.stores.settle(allocation, offsets, size)
             if cluster.sanitizer:
                 cluster.sanitizer.globals.store(warp.clock, lanes, allocation, at, np.repeat(by, size))
-            data = allocation.buffer.data
-            if allocation.dirty is None or not isinstance(data, np.ndarray):
+            if allocation.dirty is None:
                 cluster.report("E-GLOBAL", f"store to {allocation.buffer.name}, which is an input")
                 continue
-            allocation.dirty[at] = True
-            values = access.read(fragment, by).view(np.uint8).ravel()
-            data[at] = values
-            if (data[at] != values).any():
-                cluster.report("E-RACE", _CLASH)
+            if not allocation.write(at, access.read(fragment, by).view(np.uint8).ravel()):
+                cluster.report("E-RACE", CLASH)
+            if cluster.sanitizer:
+                cluster.sanitizer.globals.overwritten(allocation, offsets)
+            cluster.wave.watch.wrote(cluster.scheduler, allocation, at)
 
     return execute

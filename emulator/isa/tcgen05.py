@@ -18,8 +18,9 @@ from ..decode import Decoder, Execute, Signal, opcode
 from ..mbarrier import Mbarrier
 from ..memory import SHARED_START
 from ..parser import Address, Instruction
+from ..sanitizer import taint
 from ..scheduler import AsyncOp
-from ..warp import FULL, Fragment, Lanes, RegisterWait, Warp, lanes_of
+from ..warp import FULL, Fragment, Lanes, RegisterWait, Warp, lanes_of, pack
 from . import barriers
 from .loads import granules, own_shared
 from .warp import whole_warp
@@ -103,7 +104,7 @@ def _alloc(decoder: Decoder, instruction: Instruction) -> Execute:
         found = own_shared(fragment, first, fragment.u[base] + np.uint32(offset), 4, "tcgen05.alloc")
         if found:
             if cluster.sanitizer:
-                cluster.sanitizer.tensor[cta.rank].allocated(warp.clock, place, count, state.allocs)
+                cluster.sanitizer.tensor(cta.rank).allocated(warp.clock, place, count, state.allocs)
                 at, lane_of = granules(cluster, found[0], 4, first.index)
                 cluster.sanitizer.shared.generic_write(warp.clock, first, at, lane_of)
             cluster.shared.views[32][found[0] // 4] = place
@@ -141,7 +142,7 @@ def _dealloc(decoder: Decoder, instruction: Instruction) -> Execute:
         if busy:
             cluster.report("E-T5-ALLOC", f"dealloc while asynchronous tcgen05 operations of warps {busy} are outstanding")
         if cluster.sanitizer:
-            cluster.sanitizer.tensor[cta.rank].dealloc(warp.clock, lanes, at, count)
+            cluster.sanitizer.tensor(cta.rank).dealloc(warp.clock, lanes, at, count)
         del cta.tmem.allocations[at]
 
     return execute
@@ -214,8 +215,9 @@ def _issue(fragment: Fragment, lane: Lanes, address: int, operands: tuple[mma.Op
     if cluster.sanitizer:
         granule = cluster.program.granule
         read = mma.operand_granules(*operands, 0, form.m, form.n, granule) + base // granule
-        cluster.sanitizer.shared.mma_read_operand(warp.clock, lane, read, number)
-        cluster.sanitizer.tensor[cta.rank].mma(warp.clock, lane, rows, columns, adds, number, hash(chain))
+        places = mma.operand_granules(*operands, 0, form.m, form.n, 16) + base // 16
+        spoiled = cluster.sanitizer.shared.mma_read_operand(warp.clock, lane, read, places, form.n, number)
+        cluster.sanitizer.tensor(cta.rank).mma(warp.clock, lane, rows, columns, adds, number, hash(chain), spoiled)
     step, name = cluster.scheduler.step, cluster.label(int(chunks[0].min()) // 1024 * 1024 - SHARED_START)
 
     def run() -> None:
@@ -232,7 +234,7 @@ def _issue(fragment: Fragment, lane: Lanes, address: int, operands: tuple[mma.Op
             cluster.scheduler.submit(queue[0])
         _release_commits(cluster, state)
 
-    op = AsyncOp("tcgen05.mma", cta.rank, cluster.where(), run)
+    op = AsyncOp("tcgen05.mma", cta.number, cluster.where(), run)
     state.running.add(number)
     queue = state.chains.setdefault(chain, deque())
     queue.append(op)
@@ -264,7 +266,7 @@ def _commit(decoder: Decoder, instruction: Instruction) -> Execute:
                 cluster.sanitizer.barriers.used(barrier, warp.clock, one, "asynchronous")
                 payload = cluster.sanitizer.commit_payload(warp, one, state.issued)
             barrier.commits += 1
-            op = AsyncOp("commit", cta.rank, cluster.where(), _arrival(cluster, barrier, cta.rank, payload))
+            op = AsyncOp("commit", cta.number, cluster.where(), _arrival(cluster, barrier, cta.rank, payload))
             state.commits.append((state.issued, op))
         _release_commits(cluster, state)
 
@@ -296,12 +298,42 @@ def _release_commits(cluster: Cluster, state: Tcgen05State) -> None:
 # ---- loads ----
 
 
-@opcode(*[f"tcgen05.ld.sync.aligned.32x32b.x{1 << i}.b32" for i in range(8)])
+@dataclasses.dataclass(frozen=True)
+class LoadShape:
+    """What one repetition of a tcgen05.ld shape covers."""
+
+    lanes: int
+    columns: int
+    registers: int
+    most: int
+    """Repetitions at most."""
+
+
+LOAD_SHAPES = {"32x32b": LoadShape(32, 1, 1, 128), "16x128b": LoadShape(16, 4, 2, 64), "16x256b": LoadShape(16, 8, 4, 32)}
+
+
+def load_places(shape: str, repetitions: int) -> list[tuple[Any, Any]]:
+    """Per register, (TMEM lane, column) that each lane t of the warp gets, relative to the address."""
+    t = np.arange(32)
+    if shape == "32x32b":
+        return [(t, np.full(32, r)) for r in range(repetitions)]
+    if shape == "16x128b":  # r = 2 block + bank
+        return [(8 * (r % 2) + t // 4, 4 * (r // 2) + t % 4) for r in range(2 * repetitions)]
+    return [(8 * (r // 2 % 2) + t // 4, 8 * (r // 4) + 2 * (t % 4) + r % 2) for r in range(4 * repetitions)]  # r = 4 block + 2 bank + j
+
+
+def _load_names() -> list[str]:
+    return [f"tcgen05.ld.sync.aligned.{s}.x{1 << i}.b32" for s, shape in LOAD_SHAPES.items() for i in range(8) if 1 << i <= shape.most]
+
+
+@opcode(*_load_names())
 def _ld(decoder: Decoder, instruction: Instruction) -> Execute:
-    """Register r of lane t gets TMEM lane L0 + t, column C0 + r, some time before wait::ld returns."""
-    columns = int(instruction.opcode.split(".")[5][1:])
+    """Registers get cells of TMEM some time before wait::ld returns."""
+    name, repetitions = instruction.opcode.split(".")[4], int(instruction.opcode.split(".")[5][1:])
+    shape, places = LOAD_SHAPES[name], load_places(name, repetitions)
+    columns = shape.columns * repetitions
     d, a = decoder.expect(2)
-    registers = [decoder.late_result(item, 32) for item in decoder.vector(d, columns)]
+    registers = [decoder.late_result(item, 32) for item in decoder.vector(d, shape.registers * repetitions)]
     base, offset = decoder.address(a, 32)
 
     def execute(fragment: Fragment, lanes: Lanes) -> None:
@@ -317,26 +349,32 @@ def _ld(decoder: Decoder, instruction: Instruction) -> Execute:
         for register in registers:
             warp.held[register] = RegisterWait("tcgen05.ld", "E-T5-ORDER", FULL, number)
             warp.defined[register] |= lanes.bits
-        if lane != 32 * (warp.index % 4):
-            cluster.report("E-T5-LANE", f"warp {warp.index} reaches TMEM lanes {32 * (warp.index % 4)} .. +31, not {lane} .. {lane + 31}")
+        quarter = 32 * (warp.index % 4)
+        if lane not in range(quarter, quarter + 32, shape.lanes):
+            text = f"warp {warp.index} reaches TMEM lanes {quarter} .. +31, not {lane} .. {lane + shape.lanes - 1}"
+            cluster.report("E-T5-LANE", text)
             return
         if not cta.tmem.allocated(column, columns):
             text = f"tcgen05.ld of columns {column} to {column + columns - 1}; allocated are {cta.tmem.allocations}"
             cluster.report("E-T5-ALLOC", text)
             return
         if cluster.sanitizer:
-            cluster.sanitizer.tensor[cta.rank].load(warp.clock, lanes, lane, column, columns, number)
+            tensor = cluster.sanitizer.tensor(cta.rank)
+            tensor.load(warp.clock, lanes, slice(lane, lane + shape.lanes), column, columns, number)
+            for register, (rows, at) in zip(registers, places, strict=True):
+                taint.clear(warp, register)
+                taint.mark(warp, register, pack(tensor.spoiled[lane + rows, column + at]), taint.RACE)
         state.loading += 1
 
         def run() -> None:
-            for i, register in enumerate(registers):
-                warp.u[register][:] = cta.tmem.cells[lane : lane + 32, column + i]
+            for register, (rows, at) in zip(registers, places, strict=True):
+                warp.u[register][:] = cta.tmem.cells[lane + rows, column + at]
             state.loading -= 1
             if not state.loading and state.waiting is not None:
                 waiting, state.waiting = state.waiting, None
                 cluster.scheduler.wake(waiting)
 
-        cluster.scheduler.submit(AsyncOp("tcgen05.ld", cta.rank, cluster.where(), run))
+        cluster.scheduler.submit(AsyncOp("tcgen05.ld", cta.number, cluster.where(), run))
 
     return execute
 

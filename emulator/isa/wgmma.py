@@ -16,8 +16,9 @@ from ..cluster import Cluster
 from ..decode import Decoder, Execute, Signal, opcode
 from ..memory import SHARED_START
 from ..parser import Instruction
+from ..sanitizer import taint
 from ..scheduler import AsyncOp
-from ..warp import FULL, Fragment, Lanes, RegisterWait, Warp
+from ..warp import FULL, Fragment, Lanes, RegisterWait, Warp, pack
 from .warp import whole_warp
 
 ROWS = 16
@@ -136,7 +137,10 @@ def _issue(
     if cluster.sanitizer:
         granule = cluster.program.granule
         read = mma.operand_granules(*operands, rows, ROWS, n, granule) + base // granule
-        cluster.sanitizer.shared.mma_read_operand(warp.clock, lanes, read, number)
+        places = mma.operand_granules(*operands, rows, ROWS, n, 16) + base // 16
+        spoiled = cluster.sanitizer.shared.mma_read_operand(warp.clock, lanes, read, places, n, number)
+        if spoiled or warp.tainted:
+            _spoil(warp, registers, spoiled, adds)
     model = cluster.arithmetic.wgmma
     step = cluster.scheduler.step
     name = cluster.label(int(chunks[0].min()) // 1024 * 1024 - SHARED_START)
@@ -150,9 +154,17 @@ def _issue(
         cluster.timeline.add("mma", rank, f"mma {warp.index}", step, cluster.scheduler.step, name)
         _advance(cluster, warp, state)
 
-    state.queue.append(AsyncOp("wgmma", rank, cluster.where(), run))
+    state.queue.append(AsyncOp("wgmma", warp.cta.number, cluster.where(), run))
     if len(state.queue) == 1:
         cluster.scheduler.submit(state.queue[0])
+
+
+def _spoil(warp: Warp, registers: list[int], columns: list[int], adds: bool) -> None:
+    """The sums of ``columns`` are computed from a racing operand row; sums that are not added to are new."""
+    for register, (_, column) in zip(registers, fragment_positions(len(registers)), strict=True):
+        if not adds:
+            taint.clear(warp, register)
+        taint.mark(warp, register, pack(np.isin(column, columns)), taint.RACE)
 
 
 def _advance(cluster: Cluster, warp: Warp, state: WarpgroupState) -> None:

@@ -28,24 +28,42 @@ from .tensor import TensorShadow
 if TYPE_CHECKING:
     from ..cluster import Cluster
 
-__all__ = ["BarrierClock", "Sanitizer", "WarpClock"]
+__all__ = ["BarrierClock", "Clocks", "GlobalShadow", "Sanitizer", "WarpClock"]
 
 
 class Sanitizer:
     """All checks of one cluster."""
 
-    def __init__(self, cluster: Cluster, warps: int, granule: int) -> None:
+    def __init__(self, cluster: Cluster, globals: GlobalShadow, warps: int, granule: int) -> None:
+        """``globals`` is the wave's."""
         self.cluster = cluster
         self.report = cluster.report
         ctas = cluster.launch.ctas
         self.span = cluster.shared.span
-        self.clocks = Clocks(ctas, warps)
-        self.shared = SharedShadow(self.clocks, self, len(cluster.shared.data), granule)
-        self.tensor = [TensorShadow(self.clocks, self, cta) for cta in range(ctas)]
-        self.globals = GlobalShadow(self.clocks, self)
+        self.clocks = Clocks(ctas, warps, cluster.slot)
+        self.shared = SharedShadow(self.clocks, self, len(cluster.shared.data), granule, self._columnwise(cluster, granule))
+        self._tensor: dict[int, TensorShadow] = {}
+        self.globals = globals
         self.barriers = BarrierChecks(self.clocks, self)
         self._gone: dict[int, Views] = {}
         """Per CTA, what its exited threads knew."""
+
+    def _columnwise(self, cluster: Cluster, granule: int) -> NDArray[np.bool_] | None:
+        """Granules of ``Launch.columnwise``, in all CTAs."""
+        ranges = cluster.launch.columnwise
+        if not ranges:
+            return None
+        marked = np.zeros((cluster.launch.ctas, self.span // granule), bool)
+        first = SHARED_START + cluster.program.static_shared
+        for part in ranges:
+            marked[:, (first + part.start) // granule : (first + part.stop) // granule] = True
+        return marked.ravel()
+
+    def tensor(self, cta: int) -> TensorShadow:
+        """The shadow of a CTA's tensor memory, made when it is first used."""
+        if cta not in self._tensor:
+            self._tensor[cta] = TensorShadow(self.clocks, self, cta)
+        return self._tensor[cta]
 
     def start(self, warp: Warp) -> WarpClock:
         """A warp begins."""

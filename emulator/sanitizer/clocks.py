@@ -59,12 +59,15 @@ class Group:
 class WarpClock:
     """Clock state of one warp."""
 
-    __slots__ = ("cta", "first", "groups", "index", "live", "local", "now", "synced")
+    __slots__ = ("cta", "first", "groups", "index", "live", "local", "now", "slot", "synced", "thread")
 
     def __init__(self, clocks: Clocks, cta: int, index: int, live: int) -> None:
         self.cta, self.index, self.live = cta, index, live
         self.first = clocks.thread(cta, index * LANES)
         """Component of lane 0; the lanes' components follow each other."""
+        self.slot = clocks.slot
+        self.thread = clocks.slot * clocks.threads + self.first
+        """Number of lane 0 among the threads of the wave."""
         self.now = 1
         self.synced = 0
         """Time of the last synchronisation of all live lanes with each other."""
@@ -158,8 +161,8 @@ class WarpClock:
 class Clocks:
     """Numbering of the components of one cluster, and all its warps' clocks."""
 
-    def __init__(self, ctas: int, warps: int) -> None:
-        self.ctas, self.warps = ctas, warps
+    def __init__(self, ctas: int, warps: int, slot: int) -> None:
+        self.ctas, self.warps, self.slot = ctas, warps, slot
         threads = ctas * warps * LANES
         self.threads = threads
         """Components below are threads."""

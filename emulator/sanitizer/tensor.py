@@ -32,6 +32,8 @@ class TensorShadow:
         """Number of the last tcgen05.ld that read the cell (each cell belongs to one lane quarter)."""
         self.reader = np.zeros((LANES, COLUMNS), np.int32)
         """Component of that ld."""
+        self.spoiled = np.zeros((LANES, COLUMNS), bool)
+        """Sums that were computed from a racing operand row (``Launch.columnwise``)."""
         self.allocator = np.zeros(COLUMNS, np.int32)
         """Per column, component of the alloc."""
         self.allocation = np.zeros(COLUMNS, np.int32)
@@ -53,9 +55,20 @@ class TensorShadow:
                 self._report("A-T5-ALLOC-FENCE", "TMEM is used without fence::before, barrier, fence::after since another warp's alloc")
 
     def mma(
-        self, clock: WarpClock, lanes: Lanes, rows: NDArray[np.int64], columns: slice, accumulates: bool, number: int, chain: int
+        self,
+        clock: WarpClock,
+        lanes: Lanes,
+        rows: NDArray[np.int64],
+        columns: slice,
+        accumulates: bool,
+        number: int,
+        chain: int,
+        spoiled: list[int],
     ) -> None:
-        """MMA ``number`` of this warp's queue was issued; it writes (and with ``accumulates`` reads) the cells."""
+        """MMA ``number`` of this warp's queue was issued; it writes (and with ``accumulates`` reads) the cells.
+
+        ``spoiled``: columns of D whose operand rows race.
+        """
         self._after_alloc(clock, lanes, columns)
         at = (rows[:, None], np.arange(columns.start, columns.stop)[None, :])
         who, when = self.writer[at], self.written[at]
@@ -70,11 +83,13 @@ class TensorShadow:
                 text = "the MMA overwrites cells whose tcgen05.ld is not ordered before it (wait::ld, fence::before, barrier, fence::after)"
                 self._report("E-T5-ORDER", text)
         self.writer[at], self.written[at], self.chain[at], self.read[at] = queue, number, chain, 0
+        self.spoiled[at] = self.spoiled[at] & accumulates
+        self.spoiled[rows[:, None], columns.start + np.array(spoiled, np.int64)] = True
 
-    def load(self, clock: WarpClock, lanes: Lanes, first_lane: int, first_column: int, columns: int, number: int) -> None:
+    def load(self, clock: WarpClock, lanes: Lanes, rows: slice, first_column: int, columns: int, number: int) -> None:
         """tcgen05.ld ``number`` of this warp was issued."""
         self._after_alloc(clock, lanes, slice(first_column, first_column + columns))
-        at = (slice(first_lane, first_lane + 32), slice(first_column, first_column + columns))
+        at = (rows, slice(first_column, first_column + columns))
         who, when = self.writer[at], self.written[at]
         if (who == NOBODY).any():
             self._report("E-UNINIT", "tcgen05.ld reads TMEM cells that nobody wrote")

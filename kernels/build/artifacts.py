@@ -12,23 +12,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megamoe_aot.manifest import FILE_NAME, Manifest
-
-_LEFTOVERS = (".*.tmp", f".{FILE_NAME}.*")
-"""Temporary files of writers that died."""
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data``, or leave it as it was; the temporary file is in the same folder, so the rename is one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+from megamoe_aot.files import LEFTOVERS, write_atomically
+from megamoe_aot.manifest import Manifest
 
 
 def write_artifacts(folder: Path, manifest: Manifest, files: Mapping[str, bytes]) -> list[str]:
@@ -43,7 +28,7 @@ def write_artifacts(folder: Path, manifest: Manifest, files: Mapping[str, bytes]
 
 def _sweep(folder: Path, kept: set[str]) -> list[str]:
     stale = {path for pattern in ("*.cubin", "*.ptx") for path in folder.glob(pattern) if path.name not in kept}
-    stale |= {path for pattern in _LEFTOVERS for path in folder.glob(pattern)}
+    stale |= set(folder.glob(LEFTOVERS))
     for path in stale:
         path.unlink()
     return sorted(path.name for path in stale)

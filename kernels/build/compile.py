@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from megamoe_aot.finalize import CodeSpec, FinalizeSpec
 from megamoe_aot.spec import KernelSpec
 
 from .errors import BuildError
@@ -40,13 +42,13 @@ def options(arch: str, dump: Path) -> str:
     return f"--gpu-arch={arch} --keep-cubin --keep-ptx --dump-dir={dump} remarks{{ptx}}"
 
 
-def compile_spec(spec: KernelSpec, timeout: float = 600.0) -> Compiled:
+def compile_spec(spec: CodeSpec, timeout: float = 600.0) -> Compiled:
     """Compile ``spec.code`` in a new process. Raises BuildError with the end of the compiler's log."""
     with tempfile.TemporaryDirectory(prefix="megamoe_") as folder:
         try:
             run = subprocess.run(
                 [sys.executable, "-m", __name__, folder],
-                input=json.dumps(spec.code.to_dict()),
+                input=json.dumps({"kind": type(spec).__name__, "fields": spec.code.to_dict()}),
                 capture_output=True,
                 text=True,
                 cwd=ROOT,
@@ -69,15 +71,15 @@ def clean_environment(environment: os._Environ[str] | dict[str, str]) -> dict[st
     return kept | {"PYTHONHASHSEED": "0"}
 
 
-def _compile_here(spec: KernelSpec, folder: Path) -> None:
+def _compile_here(spec: CodeSpec, folder: Path) -> None:
     """Child process: compile and leave ``kernel.cubin`` and ``kernel.ptx`` in ``folder``."""
     from cutlass import cute
 
-    from kernels.entry import host_function
+    from kernels import entry, finalize
 
     dump = folder / "dump"
     dump.mkdir()
-    function, arguments = host_function(spec)
+    function, arguments = finalize.host_function(spec) if isinstance(spec, FinalizeSpec) else entry.host_function(spec)
     compiled = cute.compile(function, *arguments, options=options(spec.arch, dump))
     cubin, ptx = compiled.artifacts.CUBIN, compiled.artifacts.PTX
     if not isinstance(cubin, bytes) or not isinstance(ptx, str):
@@ -86,5 +88,10 @@ def _compile_here(spec: KernelSpec, folder: Path) -> None:
     (folder / "kernel.ptx").write_text(ptx)
 
 
+def _read_spec(data: dict[str, Any]) -> CodeSpec:
+    kinds: dict[str, type[CodeSpec]] = {kind.__name__: kind for kind in (KernelSpec, FinalizeSpec)}
+    return kinds[data["kind"]].from_dict(data["fields"])
+
+
 if __name__ == "__main__":
-    _compile_here(KernelSpec.from_dict(json.load(sys.stdin)), Path(sys.argv[1]))
+    _compile_here(_read_spec(json.load(sys.stdin)), Path(sys.argv[1]))

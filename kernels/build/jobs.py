@@ -7,7 +7,8 @@ import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from megamoe_aot.manifest import CubinRecord, Entry, Manifest
+from megamoe_aot.finalize import CodeSpec, FinalizeSpec
+from megamoe_aot.manifest import CubinRecord, Entry, FinalizeEntry, Manifest
 from megamoe_aot.menu import ModelShape
 from megamoe_aot.spec import KernelSpec
 
@@ -35,28 +36,34 @@ class Built:
         return sha256(self.compiled.cubin)
 
 
-def codes_of(selection: Selection) -> dict[str, KernelSpec]:
-    """The distinct codes behind the entries: entries that differ only in launch arguments share one.
+def finalize_specs(selection: Selection) -> list[FinalizeSpec]:
+    """The finalize kernels that the entries need, each once."""
+    return list(dict.fromkeys(FinalizeSpec.of(spec) for _, spec in selection))
+
+
+def codes_of(selection: Selection) -> dict[str, CodeSpec]:
+    """The distinct codes behind the entries: entries that differ only in launch arguments share one; then their finalize kernels.
 
     Raises BuildError where two different codes have one name: names are symbols, and keys of the lock.
     """
-    codes: dict[str, KernelSpec] = {}
-    for _, spec in selection:
+    codes: dict[str, CodeSpec] = {}
+    specs: list[CodeSpec] = [*(spec for _, spec in selection), *finalize_specs(selection)]
+    for spec in specs:
         if codes.setdefault(spec.code_name, spec.code) != spec.code:
             raise BuildError(spec.code_name, [f"two codes have this name: {codes[spec.code_name]} and {spec.code}"])
     return codes
 
 
-def build_code(spec: KernelSpec) -> Built:
+def build_code(spec: CodeSpec) -> Built:
     """Compile and verify one code. Raises BuildError."""
     compiled = compile_spec(spec)
     return Built(compiled, verify(spec, compiled), read_cubin(compiled.cubin).ptxas)
 
 
 def build_codes(
-    codes: Iterable[KernelSpec],
+    codes: Iterable[CodeSpec],
     jobs: int,
-    on_done: Callable[[KernelSpec, Built | BuildError], None],
+    on_done: Callable[[CodeSpec, Built | BuildError], None],
 ) -> tuple[dict[str, Built], list[BuildError]]:
     """Build every code, ``jobs`` compiler processes at a time; a failure does not stop the others.
 
@@ -101,9 +108,11 @@ def manifest_of(selection: Selection, built: Mapping[str, Built], lock: Lock) ->
     for name, b in sorted(built.items()):
         cubins[b.sha256] = dataclasses.replace(b.record, validated_on=lock.codes[name].validated_on)
     entries = tuple(
-        Entry(shape.model, shape.parallel, spec, built[spec.code_name].sha256, spec.shared.total, spec.cluster) for shape, spec in selection
+        Entry(shape.model, shape.parallel, spec, built[spec.code_name].sha256, spec.shared_bytes, spec.cluster_ctas)
+        for shape, spec in selection
     )
-    return Manifest(lock.source_digest, dict(lock.compiler), cubins, entries)
+    finalize = tuple(FinalizeEntry(spec, built[spec.code_name].sha256) for spec in finalize_specs(selection))
+    return Manifest(lock.source_digest, dict(lock.compiler), cubins, entries, finalize=finalize)
 
 
 def files_of(built: Mapping[str, Built]) -> dict[str, bytes]:

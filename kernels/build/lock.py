@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .artifacts import write_atomically
+from megamoe_aot.files import write_atomically
 
 FORMAT = 1
 FILE_NAME = "manifest.lock.json"
@@ -16,7 +16,7 @@ FILE_NAME = "manifest.lock.json"
 
 @dataclasses.dataclass(frozen=True)
 class LockedCode:
-    """Hashes of one code (``KernelSpec.code_name``)."""
+    """Hashes of one code (its spec's ``code_name``)."""
 
     cubin: str
     """sha256."""

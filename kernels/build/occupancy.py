@@ -28,6 +28,11 @@ def resident_ctas(registers: int, threads: int, dynamic: int, static: int = 0) -
     return min(by_registers(registers, threads), by_shared_memory(dynamic, static), THREADS_PER_SM // threads)
 
 
+def most_shared_memory(ctas: int) -> int:
+    """Most bytes of shared memory per CTA with which ``ctas`` CTAs share an SM."""
+    return SHARED_PER_SM // ctas - SHARED_RESERVED_PER_CTA
+
+
 def most_registers(threads: int, ctas: int) -> int:
     """Largest register count per thread with which ``ctas`` CTAs share an SM."""
     return max(n for n in range(8, 256) if by_registers(n, threads) >= ctas)

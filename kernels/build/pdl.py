@@ -4,39 +4,56 @@ Before ``griddepcontrol.wait`` the predecessor may be running: it may still writ
 that we write. So no thread may read x, logits or routing results, and none may write global memory, unless it passed the
 wait itself. The check follows every path of the control-flow graph and every register that may hold such a pointer; it
 errs towards an error.
+
+A kernel lets its successor start early (griddepcontrol.launch_dependents) only where its caller may ask for that, and then
+only on request: some path must go round it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from megamoe_aot.abi import PARAMETERS
+from megamoe_aot.finalize import CodeSpec, FinalizeSpec
 
 from .ptx import Entry, Statement, names
 
-PROTECTED = ("x", "logits", "ids", "weights")
-"""Parameters whose memory the predecessor writes: the token inputs, and the routing results where these are inputs."""
+PROTECTED = ("x", "logits", "ids", "weights", "scratch")
+"""A MoE kernel's parameters whose memory the predecessor writes: the token inputs, the routing results where these are inputs, and
+the scratch of the list structure, which the layer's launches hand on from one to the next."""
+FINALIZE_PROTECTED = ("out", "weights", "shared")
+"""The same of a finalize kernel: all that it reads."""
+
+_TRIGGER = "griddepcontrol.launch_dependents"
+_WAIT = "griddepcontrol.wait"
 
 _WRITERS = ("st", "red", "atom", "cp", "multimem", "tensormap", "sust")
 _RESULT_IS_DATA = ("ld", "ldu", "atom", "ldmatrix", "tcgen05.ld", "mbarrier")
 """Instructions whose result is no address derived from their operands."""
 
 
-def pdl_problems(entry: Entry, protected: Mapping[str, str] | None = None) -> list[str]:
+def protected_parameters(spec: CodeSpec, entry: Entry) -> dict[str, str]:
+    """PTX parameter name -> the ABI's name, for the parameters of ``spec``'s kernel whose memory the predecessor may write."""
+    names = FINALIZE_PROTECTED if isinstance(spec, FinalizeSpec) else PROTECTED
+    pairs = zip(entry.parameters, spec.parameters, strict=True)
+    return {parameter.name: p.name for parameter, p in pairs if p.name in names}
+
+
+def pdl_problems(entry: Entry, protected: Mapping[str, str], may_trigger: bool = False) -> list[str]:
     """Every breach of the rule, as sentences with PTX lines; empty for a good kernel.
 
-    ``protected``: PTX parameter name -> the name to report; by default the :data:`PROTECTED` parameters of the ABI.
+    Args:
+        protected: PTX parameter name -> the name to report, see :func:`protected_parameters`.
+        may_trigger: the kernel has a launch argument that lets its successor start early.
     """
-    if protected is None:
-        pairs = zip(entry.parameters, PARAMETERS, strict=True)
-        protected = {parameter.name: p.name for parameter, p in pairs if p.name in PROTECTED}
-    if not entry.find("griddepcontrol.wait"):
+    if not entry.find(_WAIT):
         return ["the kernel has no griddepcontrol.wait"]
     derived = derivations(entry, protected)
-    early = reachable_without_wait(entry)
+    early = reachable_without(entry, _WAIT)
     problems = []
+    if may_trigger and not any(entry.ends(index) for index in reachable_without(entry, _TRIGGER)):
+        problems.append(f"every path runs into {_TRIGGER}: the launch argument cannot turn it off")
     for s in entry.statements:
-        if s.matches("griddepcontrol.launch_dependents"):
+        if s.matches(_TRIGGER) and not may_trigger:
             problems.append(f"{s}: this kernel must not let its successor start early")
         if s.matches("call"):
             problems.append(f"{s}: the check sees one entry only and cannot judge a call")
@@ -50,14 +67,14 @@ def pdl_problems(entry: Entry, protected: Mapping[str, str] | None = None) -> li
     return problems
 
 
-def reachable_without_wait(entry: Entry) -> set[int]:
-    """Statements that some path from the entry reaches before an unconditional ``griddepcontrol.wait``."""
+def reachable_without(entry: Entry, opcode: str) -> set[int]:
+    """Statements that some path from the entry reaches before an unconditional ``opcode``."""
     early: set[int] = set()
     pending = [0]
     while pending:
         index = pending.pop()
         statement = entry.statements[index]
-        if index in early or (statement.matches("griddepcontrol.wait") and statement.guard is None):
+        if index in early or (statement.matches(opcode) and statement.guard is None):
             continue
         early.add(index)
         pending += entry.successors(index)

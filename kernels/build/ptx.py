@@ -22,6 +22,7 @@ _PARAMETER = re.compile(r"\.param\b(?:\s*\.align\s+\d+)?\s*\.(\w+)(?:\s*\.ptr\b(
 _REGISTERS = re.compile(r"([%$A-Za-z_][\w$]*)\s*(?:<(\d+)>)?")
 _ALIGNED_SHARED = re.compile(r"\.extern\s+\.shared\s+\.align\s+(\d+)")
 _WITHOUT_RESULT = ("bra", "bar", "barrier", "call", "cp", "nanosleep", "setmaxnreg", "tcgen05.dealloc", "wgmma.wait_group")
+_ENDS = ("ret", "exit", "trap")
 _IGNORED_DIRECTIVES = (".pragma", ".shared", ".local")
 
 
@@ -106,14 +107,19 @@ class Entry:
         """Every statement that :meth:`Statement.matches`."""
         return [s for s in self.statements if s.matches(opcode, *modifiers)]
 
+    def ends(self, index: int) -> bool:
+        """True where a thread may end at statement ``index``."""
+        statement = self.statements[index]
+        return statement.opcode in _ENDS or (index + 1 == len(self.statements) and not statement.matches("bra"))
+
     def successors(self, index: int) -> list[int]:
         """Indices of the statements that may run after statement ``index``."""
         statement = self.statements[index]
         after: list[int] = []
         if statement.matches("bra"):
             after.append(self.labels[statement.operands[0]])
-        ends = statement.matches("bra") or statement.opcode in ("ret", "exit", "trap")
-        if not ends or statement.guard is not None:
+        leaves = statement.matches("bra") or statement.opcode in _ENDS
+        if not leaves or statement.guard is not None:
             after.append(index + 1)
         return [i for i in after if i < len(self.statements)]
 

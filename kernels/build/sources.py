@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .compile import ROOT
 
-SPEC_MODULES = ("spec", "split", "shared_memory", "abi")
+SPEC_MODULES = ("spec", "split", "shared_memory", "work_list", "abi", "finalize")
 OPTIONS_FILE = "kernels/build/compile.py"
 
 

@@ -7,39 +7,48 @@ from __future__ import annotations
 
 import hashlib
 
-from megamoe_aot.abi import PARAMETERS
+from megamoe_aot.finalize import CodeSpec, FinalizeSpec
 from megamoe_aot.manifest import CubinRecord, ParameterRecord
-from megamoe_aot.shared_memory import GROUP_BYTES, MAX_DYNAMIC_SHARED
-from megamoe_aot.spec import KernelSpec
+from megamoe_aot.shared_memory import GROUP_BYTES
 
 from . import occupancy
 from .compile import Compiled
 from .cubin import CubinError, CubinFacts, read_cubin
 from .errors import BuildError
-from .pdl import pdl_problems
+from .pdl import pdl_problems, protected_parameters
 from .ptx import Entry, PtxError, read_entry
 from .ptxas_log import PtxasReport, read_log
 
-CTAS_PER_SM = 2
-"""The budget of the design: two CTAs share an SM."""
+Instruction = tuple[str, ...]
+"""Opcode, modifiers."""
 
-_COMMON = (
+_COMMON: tuple[Instruction, ...] = (
     ("griddepcontrol.wait",),
     ("mbarrier.init",),
     ("cp.async.bulk.tensor.3d", "shared::cluster", "global"),
-    ("st.async", "shared::cluster"),
-    ("barrier.cluster.arrive",),
-    ("barrier.cluster.wait",),
     ("redux",),
 )
-REQUIRED = {
-    "hopper": (*_COMMON, ("wgmma.mma_async", "e4m3")),
-    "blackwell": (*_COMMON, ("tcgen05.mma", "kind::f8f6f4")),
+_STRUCTURE: dict[str, tuple[Instruction, ...]] = {
+    "cluster": (("st.async", "shared::cluster"), ("barrier.cluster.arrive",), ("barrier.cluster.wait",)),
+    "list": (
+        ("griddepcontrol.launch_dependents",),
+        ("st.relaxed.gpu.global",),
+        ("ld.relaxed.gpu.global",),
+        ("atom", "gpu", "global", "add"),
+        ("cp.async.bulk.shared::cluster.global",),
+    ),
 }
-"""Engine -> instructions (opcode, modifiers) without which the code is not the kernel of this design."""
+_ENGINE: dict[str, Instruction] = {"hopper": ("wgmma.mma_async", "e4m3"), "blackwell": ("tcgen05.mma", "kind::f8f6f4")}
 
 
-def verify(spec: KernelSpec, compiled: Compiled) -> CubinRecord:
+def required(spec: CodeSpec) -> tuple[Instruction, ...]:
+    """Instructions without which the code is not the kernel of this design."""
+    if isinstance(spec, FinalizeSpec):
+        return ()
+    return (*_COMMON, *_STRUCTURE[spec.structure], _ENGINE[spec.engine])
+
+
+def verify(spec: CodeSpec, compiled: Compiled) -> CubinRecord:
     """The manifest record of a compiled spec. Raises BuildError with every rule that it breaks."""
     symbol = symbol_of(spec)
     try:
@@ -60,25 +69,25 @@ def verify(spec: KernelSpec, compiled: Compiled) -> CubinRecord:
         spill_bytes=report.spill_bytes,
         stack_bytes=facts.stack_bytes,
         static_shared=facts.static_shared,
-        parameters=tuple(ParameterRecord(p.name, q.offset, q.size) for p, q in zip(PARAMETERS, facts.parameters, strict=True)),
+        parameters=tuple(ParameterRecord(p.name, q.offset, q.size) for p, q in zip(spec.parameters, facts.parameters, strict=True)),
         block=facts.block[0],
         resident_ctas=resident_ctas(spec, facts),
     )
 
 
-def symbol_of(spec: KernelSpec) -> str:
+def symbol_of(spec: CodeSpec) -> str:
     """The kernel's symbol; the DSL numbers the launches of a host function, and there is one."""
     return f"{spec.code_name}_0"
 
 
-def cubin_problems(spec: KernelSpec, facts: CubinFacts) -> list[str]:
+def cubin_problems(spec: CodeSpec, facts: CubinFacts) -> list[str]:
     """Rules on the cubin's own records."""
     found = tuple((p.index, p.size) for p in facts.parameters)
-    wanted = tuple((i, p.size) for i, p in enumerate(PARAMETERS))
+    wanted = tuple((i, p.size) for i, p in enumerate(spec.parameters))
     ends = [p.offset + p.size for p in facts.parameters]
     overlaps = any(end > p.offset for end, p in zip(ends, facts.parameters[1:], strict=False))
-    threads, dynamic = spec.block_threads, spec.shared.total
-    most = occupancy.most_registers(threads, CTAS_PER_SM)
+    threads, dynamic, ctas, resident = spec.block_threads, spec.shared_bytes, spec.ctas_per_sm, resident_ctas(spec, facts)
+    most_registers, most_shared = occupancy.most_registers(threads, ctas), occupancy.most_shared_memory(ctas)
     return _broken(
         (facts.arch == spec.arch, f"the cubin is for {facts.arch}, the spec says {spec.arch}"),
         (f"sm_{facts.sm}" == spec.arch.rstrip("af"), f"e_flags of the cubin say sm_{facts.sm}, the spec says {spec.arch}"),
@@ -88,9 +97,9 @@ def cubin_problems(spec: KernelSpec, facts: CubinFacts) -> list[str]:
         (facts.block == (threads, 1, 1), f"the kernel requires {facts.block} threads, the spec says {threads}"),
         (facts.stack_bytes == 0, f"the kernel has a stack frame of {facts.stack_bytes} bytes (spills or an indexed register array)"),
         (facts.static_shared == 0, f"{facts.static_shared} bytes of static shared memory move the 1024-aligned dynamic base"),
-        (facts.registers <= most, f"{facts.registers} registers; {CTAS_PER_SM} CTAs of {threads} threads leave {most}"),
-        (dynamic <= MAX_DYNAMIC_SHARED, f"{dynamic} bytes of dynamic shared memory; {CTAS_PER_SM} CTAs leave {MAX_DYNAMIC_SHARED}"),
-        (resident_ctas(spec, facts) >= CTAS_PER_SM, f"only {resident_ctas(spec, facts)} CTA fits an SM, the design needs {CTAS_PER_SM}"),
+        (facts.registers <= most_registers, f"{facts.registers} registers; {ctas} CTAs of {threads} threads leave {most_registers}"),
+        (dynamic <= most_shared, f"{dynamic} bytes of dynamic shared memory; {ctas} CTAs leave {most_shared}"),
+        (resident >= ctas, f"only {resident} CTA fits an SM, the design needs {ctas}"),
     )
 
 
@@ -104,24 +113,26 @@ def log_problems(facts: CubinFacts, report: PtxasReport) -> list[str]:
     )
 
 
-def ptx_problems(spec: KernelSpec, entry: Entry) -> list[str]:
+def ptx_problems(spec: CodeSpec, entry: Entry) -> list[str]:
     """Rules on the PTX."""
-    sizes, wanted = tuple(p.size for p in entry.parameters), tuple(p.size for p in PARAMETERS)
+    sizes, wanted = tuple(p.size for p in entry.parameters), tuple(p.size for p in spec.parameters)
     if sizes != wanted:
         return [f"PTX parameters have {sizes} bytes, the ABI says {wanted}"]
-    missing = [" with ".join(i) for i in REQUIRED[spec.engine] if not entry.find(*i)]
+    missing = [" with ".join(i) for i in required(spec) if not entry.find(*i)]
+    ctas, align = spec.ctas_per_sm, GROUP_BYTES if spec.shared_bytes else None
+    may_trigger = not isinstance(spec, FinalizeSpec) and spec.structure == "list"
     return _broken(
         (entry.block == (spec.block_threads, 1, 1), f".reqntid is {entry.block}, the spec says {spec.block_threads}"),
-        (entry.min_ctas == CTAS_PER_SM, f".minnctapersm is {entry.min_ctas}, the budget is {CTAS_PER_SM}"),
-        (entry.shared_align == GROUP_BYTES, f"dynamic shared memory is aligned to {entry.shared_align}, the swizzle needs {GROUP_BYTES}"),
+        (entry.min_ctas == ctas, f".minnctapersm is {entry.min_ctas}, the budget is {ctas}"),
+        (entry.shared_align == align, f"dynamic shared memory is aligned to {entry.shared_align}, the swizzle needs {align}"),
         (not missing, f"the PTX lacks {missing}"),
-        *((False, problem) for problem in pdl_problems(entry)),
+        *((False, problem) for problem in pdl_problems(entry, protected_parameters(spec, entry), may_trigger)),
     )
 
 
-def resident_ctas(spec: KernelSpec, facts: CubinFacts) -> int:
+def resident_ctas(spec: CodeSpec, facts: CubinFacts) -> int:
     """CTAs per SM that the figures imply."""
-    return occupancy.resident_ctas(facts.registers, spec.block_threads, spec.shared.total, facts.static_shared)
+    return occupancy.resident_ctas(facts.registers, spec.block_threads, spec.shared_bytes, facts.static_shared)
 
 
 def min_driver(ptxas: str) -> int:

@@ -97,6 +97,10 @@ def field(word: int, start: int, length: int, sign: bool) -> int:
 BITS: dict[str, Callable[[int, int], int]] = {
     "popc.b32 {d}, %r10": lambda a, b: a.bit_count(),
     "clz.b32 {d}, %r10": lambda a, b: 32 - a.bit_length(),
+    "bfind.u32 {d}, %r10": lambda a, b: a.bit_length() - 1,
+    "bfind.s32 {d}, %r10": lambda a, b: (a ^ -(a >> 31) & MASK).bit_length() - 1,
+    "bfind.shiftamt.u32 {d}, %r10": lambda a, b: 32 - a.bit_length() if a else -1,
+    "bfind.shiftamt.s32 {d}, %r10": lambda a, b: 32 - (a ^ -(a >> 31) & MASK).bit_length() if a not in (0, MASK) else -1,
     "brev.b32 {d}, %r10": lambda a, b: int(f"{a:032b}"[::-1], 2),
     "prmt.b32 {d}, %r10, %r11, 0x7192": lambda a, b: sum(byte_of(a, b, n) << 8 * i for i, n in enumerate((2, 9, 1, 7))),
     "lop3.b32 {d}, %r10, %r11, %r11, 0xE8": lambda a, b: a & b | b & b | a & b,

@@ -312,7 +312,9 @@ def test_put_right_it_is_clean(name: str) -> None:
 
 
 def test_every_check_has_a_case() -> None:
-    tested = {case.check for case in CASES.values()}
+    from tests.emulator import test_global_order
+
+    tested = {case.check for case in (*CASES.values(), *test_global_order.CASES.values())}
     for edits in (test_tcgen05.EDITS, test_wgmma.EDITS):
         for _, ids in edits.values():
             tested |= ids
@@ -326,6 +328,14 @@ def test_checks_can_be_switched_off_one_by_one_and_all_together() -> None:
     assert run(body, checks=OFF).ids == set()
     with pytest.raises(ValueError, match="unknown check ids"):
         run(body, checks=Checks(disabled=frozenset({"E-NONSENSE"})))
+
+
+def test_what_dependents_wait_for_is_a_choice() -> None:
+    case = CASES["dependents launched before the last store"]
+    body = instance(case, case.bad)
+    assert run(body, checks=Checks(dependents_wait=True)).ids == set()
+    early = body.replace("griddepcontrol.wait;", "")
+    assert run(early, checks=Checks(dependents_wait=True)).ids == {"E-PDL"}, "the own predecessor is another matter"
 
 
 def test_what_st_async_releases_is_a_choice() -> None:

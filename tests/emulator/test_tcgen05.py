@@ -134,6 +134,80 @@ def test_m64_uses_half_of_each_lane_quarter() -> None:
     assert done.ids == {"E-UNINIT"}, "lanes 16 to 31 of a quarter were not written"
 
 
+TWO_ISSUERS = f"""
+    add.s32 %r25, %r3, 18464;
+    {PROLOGUE.replace("[%r22], 32", "[%r22], 512").replace("[%r23], 4;", "[%r23], 4; mbarrier.init.shared::cta.b64 [%r25], 1;")}
+    setp.ge.u32 %p5, %r1, 128; @%p5 bra FED;
+    {WRITE_B}
+    @%p1 bra FED;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], 16384;
+    mov.b64 %rd12, k_map0; cvta.param.u64 %rd13, %rd12;
+    cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r3], [%rd13, {{0, 0, 0}}], [%r20];
+    FED: bar.warp.sync -1;
+    setp.eq.u32 %p6, %r7, 0; setp.eq.u32 %p7, %r7, 5; or.pred %p8, %p6, %p7; @!%p8 bra ISSUED;
+    setp.eq.u32 %p9, %r4, 0; @!%p9 bra ISSUED;
+    {wait("%r20")}
+    {wait("%r23")}
+    selp.b32 %r60, 0, 512, %p6; selp.b32 %r61, 0, 64, %p6; selp.b32 %r62, 0, 504, %p6; selp.b32 %r63, %r21, %r25, %p6;
+    shr.u32 %r50, %r3, 4; and.b32 %r50, %r50, 16383; cvt.u64.u32 %rd14, %r50; or.b64 %rd15, %rd14, {DESCRIPTOR};
+    cvt.u64.u32 %rd20, %r60; cvt.u64.u32 %rd21, %r61; add.s64 %rd16, %rd15, {B >> 4}; add.s64 %rd16, %rd16, %rd21;
+    add.s64 %rd15, %rd15, %rd20;
+    add.s32 %r64, %r24, %r62; mov.b32 %r51, {0x04020010}; mov.pred %p4, 0; mov.b32 %r65, 0;
+    STEP: tcgen05.mma.cta_group::1.kind::f8f6f4 [%r64], %rd15, %rd16, %r51, %p4;
+    add.s64 %rd15, %rd15, 2; add.s64 %rd16, %rd16, 2; mov.pred %p4, 1; add.s32 %r65, %r65, 1; setp.lt.u32 %p10, %r65, 4; @%p10 bra STEP;
+    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r63];
+    ISSUED: bar.warp.sync -1;
+    setp.ge.u32 %p11, %r7, 8; @%p11 bra LOADED;
+    and.b32 %r66, %r7, 3; shl.b32 %r52, %r66, 21; add.s32 %r53, %r24, %r52; setp.ge.u32 %p12, %r7, 4; @%p12 bra SECOND;
+    {wait("%r21")}
+    tcgen05.fence::after_thread_sync;
+    tcgen05.ld.sync.aligned.16x256b.x1.b32 {{%r100, %r101, %r102, %r103}}, [%r53];
+    bra.uni STORED;
+    SECOND:
+    {wait("%r25")}
+    tcgen05.fence::after_thread_sync;
+    tcgen05.ld.sync.aligned.16x128b.x2.b32 {{%r100, %r101, %r102, %r103}}, [%r53+504];
+    STORED:
+    tcgen05.wait::ld.sync.aligned;
+    {" ".join(f"st.global.b32 [%rd3+{1280 * i}], %r{100 + i};" for i in range(4))}
+    LOADED:
+    tcgen05.fence::before_thread_sync;
+    bar.sync 0;
+    @%p2 bra END;
+    tcgen05.fence::after_thread_sync;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r24, 512;
+    END:
+"""
+"""Ten warps. Two of them each multiply half of A's rows with half of B's (M = 64, N = 8), into the first and the last of 512 columns."""
+
+
+@pytest.mark.parametrize("policy", ["random", "round-robin", "starve-warp", "async-last"])
+def test_two_issuing_warps_and_all_of_tensor_memory(policy: str) -> None:
+    a, b = operands()
+    for seed in range(3):
+        done = run(
+            TWO_ISSUERS,
+            threads=320,
+            data=b,
+            words=1280,
+            shared=18472,
+            maps=(TensorMap(Box((128, 128, 1), (128, 16384), (128, 128, 1)), "a"),),
+            buffers=(Buffer("a", a.ravel()),),
+            limits=Limits(instructions=40_000),
+            policy=policy,
+            seed=seed,
+        )
+        assert done.result.findings == [], done.result.report()
+        got = done.out.view(np.float32).reshape(4, 10, 8, 4)  # register, warp, t / 4, t % 4
+        first = np.empty((4, 2, 8, 4, 2), np.float32)  # quarter, upper or lower 8 rows, row, pair of columns, column
+        second = np.empty((4, 2, 8, 2, 4), np.float32)
+        for r in range(4):
+            first[:, r // 2, :, :, r % 2] = got[r, :4]
+            second[:, r % 2, :, r // 2, :] = got[r, 4:8]
+        np.testing.assert_array_equal(first.reshape(64, 8), product()[:64, :8])
+        np.testing.assert_array_equal(second.reshape(64, 8), product()[64:, 8:])
+
+
 EDITS = {
     # (text, replacement): what must be found
     "no proxy fence": (("fence.proxy.async.shared::cta;", ""), {"E-PROXY"}),

@@ -79,6 +79,21 @@ def test_gemm(policy: str) -> None:
             np.testing.assert_array_equal(got[register, warp], wanted[rows, columns])
 
 
+def test_sixteen_columns() -> None:
+    """Columns 8 to 15 are in registers 4 to 7."""
+    a, _ = operands()
+    b = np.random.default_rng(2).integers(0xB0, 0xC8, (16, 128), np.uint8)
+    body = GEMM.replace("m64n8k32", "m64n16k32").replace("{%f1, %f2, %f3, %f4}", "{%f1, %f2, %f3, %f4, %f5, %f6, %f7, %f8}")
+    body = body.replace("setp.ge.u32 %p6, %r1, 16;", "setp.ge.u32 %p6, %r1, 32;")
+    body += " ".join(f"st.global.b32 [%rd3+{512 * i}], %f{i + 1};" for i in range(4, 8))
+    data = np.concatenate([a.ravel(), b.ravel()])
+    done = run(body, threads=128, data=data, words=1024, shared=10240, arithmetic=Arithmetic(wgmma=None))
+    assert done.result.findings == [], done.result.report()
+    got = done.out.view(np.float32).reshape(2, 2, 2, 4, 8, 4)  # half of the columns, rows + 8, column, warp, quad, lane of the quad
+    wanted = (E4M3[a] @ E4M3[b].T).astype(np.float32)
+    np.testing.assert_array_equal(got.transpose(3, 1, 4, 0, 5, 2).reshape(64, 16), wanted)
+
+
 def test_bit_model_truncates() -> None:
     """13 fraction bits: the low ten bits of every FP32 result are zero, and the error is visible."""
     got = gemm().out

@@ -88,6 +88,8 @@ def run(
     arithmetic: Arithmetic = Arithmetic(),  # noqa: B008
     limits: Limits = Limits(instructions=50_000),  # noqa: B008
     jobs: int = 1,
+    co_resident: bool = False,
+    columnwise: tuple[range, ...] = (),
 ) -> Run:
     """Run ``body``; ``data``: the input words (uint32 or float32), default 0, 1, 2, ..."""
     total = threads * ctas * clusters
@@ -95,7 +97,7 @@ def run(
     out = np.full(4 * (words or total), 0xFF, np.uint8)
     result = emulate(
         module(body, len(maps)),
-        Launch((ctas * clusters, 1, 1), (threads, 1, 1), (ctas, 1, 1), shared),
+        Launch((ctas * clusters, 1, 1), (threads, 1, 1), (ctas, 1, 1), shared, columnwise=columnwise, co_resident=co_resident),
         [
             Buffer("in", source.view(np.uint8).ravel(), in_role, predecessor=predecessor),
             Buffer("out", out, "output"),

@@ -1,7 +1,8 @@
-"""PTX instructions that the work list needs beyond kernels/ptx.py."""
+"""PTX instructions that only the list structure needs; see kernels/ptx.py."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cutlass import Float32, Uint32
@@ -38,28 +39,33 @@ def store_packets_if(condition: Any, address: Any, low: Any, high: Any, epoch: A
     asm(text, "b,l,f,f,r", [condition, address, low, high, epoch])
 
 
-def poll_packets(up: Any, gate: Any, epoch: Any) -> tuple[Float32, ...]:
-    """Four values at ``up`` and four at ``gate``, once all of them carry ``epoch``."""
-    text = "{ .reg .pred p; .reg .b64 w0, w1, w2, w3, w4, w5, w6, w7; .reg .b32 e, f; AGAIN: "
-    for i, source in enumerate(("$8", "$8+16", "$9", "$9+16")):
-        text += f"ld.relaxed.gpu.global.v2.b64 {{w{2 * i}, w{2 * i + 1}}}, [{source}]; "
-    for i in range(8):
+def poll_packets(addresses: Sequence[Any], epoch: Any) -> tuple[Float32, ...]:
+    """Four values at each of ``addresses`` (32 bytes of packets each), once all of them carry ``epoch``."""
+    number = len(addresses)
+    text = "{ .reg .pred p; .reg .b32 e, f; "
+    text += "".join(f".reg .b64 w{i}; " for i in range(4 * number)) + "AGAIN: "
+    for i in range(number):
+        at = f"${4 * number + i}"
+        text += f"ld.relaxed.gpu.global.v2.b64 {{w{4 * i}, w{4 * i + 1}}}, [{at}]; "
+        text += f"ld.relaxed.gpu.global.v2.b64 {{w{4 * i + 2}, w{4 * i + 3}}}, [{at}+16]; "
+    for i in range(4 * number):
         text += f"mov.b64 {{${i}, {'e' if i == 0 else 'f'}}}, w{i}; "
-        text += "xor.b32 e, e, $10; " if i == 0 else "xor.b32 f, f, $10; or.b32 e, e, f; "
+        text += f"xor.b32 e, e, ${5 * number}; " if i == 0 else f"xor.b32 f, f, ${5 * number}; or.b32 e, e, f; "
     text += "setp.ne.b32 p, e, 0; @p bra AGAIN; }"
-    return asm(text, ",".join(["=&f"] * 8) + ",l,l,r", [up, gate, epoch], [Float32] * 8)
+    constraints = ",".join(["=&f"] * (4 * number) + ["l"] * number + ["r"])
+    return asm(text, constraints, [*addresses, epoch], [Float32] * (4 * number))
 
 
-def load_relaxed_u32(address: Any) -> Uint32:
-    return asm("ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [address], [Uint32])
+def take_ticket(address: Any) -> tuple[Uint32, Uint32]:
+    """Add 1 to the 64-bit word at ``address``; its low and high half before that."""
+    text = "{ .reg .b64 w; atom.relaxed.gpu.global.add.u64 w, [$2], 1; mov.b64 {$0, $1}, w; }"
+    low, high = asm(text, "=r,=r,l", [address], [Uint32, Uint32])
+    return low, high
 
 
-def atomic_add_u32(address: Any, value: Any) -> Uint32:
-    return asm("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "=r,l,r", [address, value], [Uint32])
-
-
-def store_relaxed_u32(address: Any, value: Any) -> None:
-    asm("st.relaxed.gpu.global.b32 [$0], $1;", "l,r", [address, value])
+def store_relaxed_u32x2(address: Any, low: Any, high: Any) -> None:
+    """One 64-bit access."""
+    asm("{ .reg .b64 w; mov.b64 w, {$1, $2}; st.relaxed.gpu.global.b64 [$0], w; }", "l,r,r", [address, low, high])
 
 
 def reduce_shared_min(address: Any, value: Any) -> None:
@@ -101,14 +107,21 @@ def store_global_b16_if(condition: Any, address: Any, value: Any) -> None:
     asm("{ .reg .b16 h; cvt.u16.u32 h, $2; @$0 st.global.b16 [$1], h; }", "b,l,r", [condition, address, value])
 
 
-def mbarrier_init_dynamic(barrier: Any, arrivals: Any) -> None:
+def mbarrier_init(barrier: Any, arrivals: Any) -> None:
+    """With a run-time count."""
     asm("mbarrier.init.shared::cta.b64 [$0], $1;", "r,r", [barrier, arrivals])
 
 
-def mbarrier_expect_dynamic(barrier: Any, byte_count: Any) -> None:
+def mbarrier_expect(barrier: Any, byte_count: Any) -> None:
+    """With a run-time count."""
     asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r", [barrier, byte_count])
 
 
 def cta_barrier_arrive(number: int, threads: int) -> None:
     """Arrive on a named barrier without waiting for it."""
     asm(f"bar.arrive {number}, {threads};", "")
+
+
+def launch_dependents() -> None:
+    """Let the next kernel start, once every CTA of this grid has said so or ended."""
+    asm("griddepcontrol.launch_dependents;", "")

@@ -1,0 +1,163 @@
+"""The list structure's kernels of both engines: emulated calls against the reference, and what the sanitizer says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megamoe_aot.spec import ENGINES, KernelSpec
+from tests.list_call import ListCall, Outcome, compile_kernels
+
+SAME_BITS = 0.999
+"""Share of ``out`` with the reference's bits. Not all: exp's last bit, and on Blackwell the tensor core's, are not the reference's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A small spec, a call of it, a schedule."""
+
+    name: str
+    tokens: int
+    processors: int
+    changes: dict[str, Any]
+    """Of :data:`SMALL`."""
+    policy: str = "random"
+
+    def spec(self, arch: str) -> KernelSpec:
+        fields = {"columns": 8} | SMALL | self.changes
+        return KernelSpec(arch=arch, structure="list", tokens=fields["columns"], **fields)
+
+
+SMALL = {"hidden": 1024, "inter": 128, "experts": 32, "top_k": 2}
+"""Two K parts of 4 K blocks in GEMM1, one K block in GEMM2: a W2 stage holds a single block."""
+ONE = Case("one token", 1, 4, {})
+EIGHT = Case("eight tokens", 8, 8, {"layout": "row_major"}, "async-last")
+CASES = (
+    ONE,
+    EIGHT,
+    Case(
+        "gate first, fp32 logits", 3, 5, {"top_k": 4, "layout": "row_major", "w13_order": "gate_up", "logits_dtype": "fp32"}, "starve-warp"
+    ),
+    Case("two blocks, scales between boundaries", 3, 8, {"inter": 256, "top_k": 3, "layout": "row_major"}, "round-robin"),
+    Case("three blocks, softmax", 3, 6, {"inter": 384, "columns": 16, "scoring": "softmax"}, "starve-cta"),
+    Case("five blocks, clamp, power-of-two scales", 2, 4, {"inter": 640, "top_k": 1, "columns": 16, "limit": 2.0, "ue8m0": True}),
+    Case("every column", 16, 16, {"columns": 16}, "async-first"),
+    Case("one part", 1, 6, {"inter": 512, "top_k": 8}),
+    Case("an idle CTA", 1, 33, {"top_k": 4}),
+    Case("groups", 2, 4, {"experts": 128, "scoring": "sigmoid_bias_grouped", "groups": 4, "top_groups": 2}),
+)
+
+
+@functools.cache
+def codes() -> dict[KernelSpec, str]:
+    """The PTX of every case."""
+    wanted = list(dict.fromkeys(case.spec(arch).code for arch in ENGINES for case in CASES))
+    return dict(zip(wanted, compile_kernels(wanted), strict=True))
+
+
+def ptx_of(case: Case, arch: str) -> str:
+    return codes()[case.spec(arch).code]
+
+
+def epochs(call: ListCall) -> tuple[int, int]:
+    """(tickets, epoch) of the scratch memory's header."""
+    tickets, epoch = call.scratch[:8].view(np.uint32).tolist()
+    return tickets, epoch
+
+
+def check(call: ListCall, outcome: Outcome) -> None:
+    """The contract, the bits, and no objection of the sanitizer."""
+    assert not outcome.objections, "\n".join(outcome.objections)
+    report, share = call.judge(outcome)
+    assert report.ok, report.reason
+    assert report.ids_equal
+    assert share >= SAME_BITS
+
+
+@pytest.mark.parametrize("arch", ENGINES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_agrees_with_the_reference(case: Case, arch: str) -> None:
+    call = ListCall(case.spec(arch), case.tokens, case.processors)
+    outcome = call.emulate(ptx_of(case, arch), policy=case.policy)
+    check(call, outcome)
+    assert epochs(call) == (0, 1)
+
+
+@pytest.mark.parametrize("arch", ENGINES)
+def test_launches_on_one_scratch(arch: str) -> None:
+    """Other inputs each time, and the epoch passes its end; 0 is nobody's epoch."""
+    calls = [ListCall(ONE.spec(arch), 1, 4, seed=seed) for seed in (0, 1, 0)]
+    assert not torch.equal(calls[0].reference.ids, calls[1].reference.ids)
+    scratch = calls[0].scratch
+    scratch[4:8].view(np.uint32)[0] = 0xFFFFFFFE
+    for number, (call, epoch) in enumerate(zip(calls, (0xFFFFFFFF, 1, 2), strict=True)):
+        call.scratch = scratch
+        check(call, call.emulate(ptx_of(ONE, arch), seed=number))
+        assert epochs(call) == (0, epoch)
+
+
+@pytest.mark.parametrize("arch", ENGINES)
+def test_rows_do_not_depend_on_the_other_tokens(arch: str) -> None:
+    """Bit for bit, nor on the number of CTAs."""
+    spec = EIGHT.spec(arch)
+    alone, together = (ListCall(spec, tokens, processors) for tokens, processors in ((1, 5), (8, 8)))
+    rows = [call.emulate(ptx_of(EIGHT, arch)).out[: spec.top_k].view(torch.int16) for call in (alone, together)]
+    assert torch.equal(*rows)
+
+
+def without(pattern: str, ptx: str) -> str:
+    """``ptx`` without the instructions that match."""
+    changed, number = re.subn(pattern, "", ptx)
+    assert number, f"no {pattern}"
+    return changed
+
+
+DAMAGES = [
+    (r"fence\.proxy\.async\.shared::cta;", "sm_90a", "E-PROXY"),
+    (r"fence\.proxy\.async\.shared::cta;", "sm_100f", "E-PROXY"),
+    (r"fence\.mbarrier_init\.release\.cluster;", "sm_100f", "E-MBAR-INITFENCE"),
+    (r"tcgen05\.fence::after_thread_sync;", "sm_100f", "E-T5-ORDER"),
+    (r"tcgen05\.fence::before_thread_sync;", "sm_100f", "E-T5-ORDER"),
+    (r"tcgen05\.wait::ld\.sync\.aligned;", "sm_100f", "E-T5-ORDER"),
+    (r"tcgen05\.dealloc[^;]*;", "sm_100f", "E-T5-ALLOC"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "arch", "finding"), DAMAGES)
+def test_damage_is_found(pattern: str, arch: str, finding: str) -> None:
+    """The sanitizer sees this program: what it says nothing about above is not out of its reach."""
+    call = ListCall(ONE.spec(arch), 1, 4)
+    outcome = call.emulate(without(pattern, ptx_of(ONE, arch)))
+    assert any(text.startswith(finding) for text in outcome.objections), outcome.result.report()
+
+
+@pytest.mark.parametrize("inter", range(128, 2177, 128))
+def test_w2_scales_are_fetched_in_whole_units_and_no_more(inter: int) -> None:
+    """Whichever tile: the 16-byte units from the one in which its scales begin to the one in which they end. The last ends the tensor."""
+    from kernels.work_list import producer
+
+    spec = KernelSpec(1024, inter, 32, 2, "sm_100f", structure="list", columns=8, tokens=8)
+    plan = spec.work_list
+    for row in range(spec.experts * plan.blocks1):
+        begin, end = 4 * row * plan.blocks2, 4 * (row + 1) * plan.blocks2
+        fetched = producer.w2_scale_bytes(plan)
+        if plan.blocks2 % 4 == 3 and begin % 16 >= 8:  # producer.load_tile
+            fetched += 16
+        assert begin // 16 * 16 + fetched == -(-end // 16) * 16 <= 4 * spec.experts * plan.blocks1 * plan.blocks2
+        assert begin % 16 + end - begin <= plan.slot_bytes
+
+
+@pytest.mark.parametrize("columns", range(8, 65, 8))
+def test_accumulator_columns_are_read_once(columns: int) -> None:
+    """In loads of 8, 16, 32 or 64 columns: tcgen05.ld takes powers of two."""
+    from kernels.work_list import blackwell
+
+    loads = blackwell.column_loads(columns)
+    assert [column for first, count in loads for column in range(first, first + count)] == list(range(columns))
+    assert all(count in (8, 16, 32, 64) for _, count in loads)
