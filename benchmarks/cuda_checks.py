@@ -16,7 +16,10 @@ import torch
 
 import megamoe_aot as mm
 from megamoe_aot import loader
+from megamoe_aot.loader import load_entry
 from megamoe_aot.manifest import FILE_NAME, Manifest
+from megamoe_aot.menu import TOKEN_COUNTS
+from megamoe_aot.reference import finalize as reference_finalize
 
 from .checks import Problems, Subject
 from .cuda_source import architecture, compile_cuda, launch_cuda
@@ -222,11 +225,41 @@ def mega_experts(subject: Subject) -> Problems:
     """The engine-facing object, with its outputs allocated inside, gives the layer's bits."""
     spec, inputs = subject.spec, subject.inputs(Call(GRAPH_TOKENS, 0))
     order = None if spec.layout == "trtllm_gen" else spec.w13_order
-    experts = mm.torch.MegaExperts(*subject.packed, spec.top_k, spec.limit, spec.scale, spec.ue8m0, w13_order=order, scoring=spec.scoring)
+    arguments = spec.top_k, spec.limit, spec.scale, spec.ue8m0
+    experts = mm.torch.MegaExperts(*subject.packed, *arguments, w13_order=order, scoring=spec.scoring, structure=spec.structure)
     experts.prepare(spec.tokens, inputs.logits.dtype)
     got, want = experts(inputs.x, inputs.logits, inputs.bias), run(subject.layer, inputs)
     equal = all(torch.equal(bits(a), bits(b)) for a, b in zip(got, (want.out, want.ids, want.weights), strict=True))
     return [] if equal else ["MegaExperts gives other bits than the layer"]
+
+
+def finalize(subject: Subject) -> Problems:
+    """``forward`` gives, bit for bit, the contract's sum of the rows and weights that the MoE launch stores."""
+    problems = []
+    for tokens in (1, GRAPH_TOKENS):
+        inputs = subject.inputs(Call(tokens, 0))
+        rows = run(subject.layer, inputs)
+        shared = torch.randn_like(inputs.x)
+        for added in (None, shared):
+            y = subject.layer.forward(inputs.x, inputs.logits, inputs.bias, added)  # type: ignore[attr-defined]
+            want = reference_finalize(rows.out.cpu(), rows.weights.cpu(), None if added is None else added.cpu())
+            if not torch.equal(bits(y.cpu()), bits(want)):
+                problems.append(f"{tokens} tokens, {'no ' * (added is None)}shared expert: other bits than the reference")
+    return problems
+
+
+def early_trigger(subject: Subject, launches: int = 40) -> Problems:
+    """A chain of launches, each of which lets the next one start early, gives the bits of launches one after another."""
+    batches = [subject.inputs(Call(GRAPH_TOKENS, seed)) for seed in (0, 1)]
+    want = [run(subject.layer, batch) for batch in batches]
+    outputs = [Outputs(subject.spec, GRAPH_TOKENS, subject.device) for _ in range(launches)]
+    torch.cuda.synchronize()
+    for number, into in enumerate(outputs):
+        batch = batches[number % 2]
+        layer: Any = subject.layer
+        layer(batch.x, batch.logits, batch.bias, out=into.out, ids=into.ids, weights=into.weights, trigger=True)
+    torch.cuda.synchronize()
+    return [f"launch {number} differs" for number, got in enumerate(outputs) if not same(got, want[number % 2])]
 
 
 # ----------------------------------------------------------------------------------------------------------------- Refusals
@@ -326,7 +359,7 @@ def bad_queries(subject: Subject) -> Problems:
     asked: dict[str, tuple[dict[str, Any], type[mm.MegaMoeError]]] = {
         "an unknown width": ({"hidden": spec.hidden + 1024}, mm.ShapeNotInMenuError),
         "a rank's width that is no multiple of 128": ({"inter": spec.inter - 64}, mm.ShapeNotInMenuError),
-        "too many tokens": ({"tokens": spec.tokens + 1}, mm.ShapeNotInMenuError),
+        "too many tokens": ({"tokens": max(TOKEN_COUNTS) + 1}, mm.ShapeNotInMenuError),
         "row_major of either order": ({"layout": "row_major", "w13_order": None}, mm.AmbiguousKernelError),
     }
     problems = []
@@ -356,7 +389,8 @@ def damaged_artifacts(subject: Subject, manifest: Manifest) -> Problems:
                 (Path(folder) / f"{entry.cubin}.cubin").write_bytes(content)
             there = Manifest.load(Path(folder))
             with mock.patch.multiple(loader, manifest=functools.partial(_given, there), _cache={}):
-                problems += _refused(name, functools.partial(load, spec, subject.device), mm.DamagedArtifactError)
+                call = functools.partial(load_entry, entry, subject.device, finalize=False)
+                problems += _refused(name, call, mm.DamagedArtifactError)
     if not same(want, run(subject.layer, subject.inputs(Call(2, 0)))):
         problems.append("a good launch after the refusals differs")
     return problems
@@ -378,20 +412,5 @@ def _refused(name: str, call: Callable[[], Any], error: type[Exception]) -> Prob
 
 
 def load(spec: mm.KernelSpec, device: torch.device) -> mm.Kernel:
-    """The kernel of exactly this entry, through the public function."""
-    kernel = mm.load_kernel(
-        spec.hidden,
-        spec.inter,
-        spec.experts,
-        spec.top_k,
-        spec.tokens,
-        device=device,
-        layout=spec.layout,
-        logits_dtype=spec.logits_dtype,
-        w13_order=spec.w13_order,
-        scoring=spec.scoring,
-        renormalise=spec.renormalise,
-    )
-    if kernel.spec != spec:
-        raise RuntimeError(f"asked for {spec}, load_kernel chose {kernel.spec}")
-    return kernel
+    """The kernel of exactly this entry."""
+    return load_entry(next(entry for entry in mm.menu() if entry.spec == spec), device)

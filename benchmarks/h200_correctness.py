@@ -1,6 +1,6 @@
 """Every entry of the menu that this GPU can run, against the reference and against itself.
 
-    python -m benchmarks.h200_correctness [--quick] [--out FOLDER] [--commit HASH] [--entry SUBSTRING]
+    python -m benchmarks.h200_correctness [--quick] [--out FOLDER] [--commit HASH] [--entry REGEX]
 
 Run it from the repository root. Writes ``h200_correctness.json``, prints a table, exits with 1 if anything failed.
 """
@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import faulthandler
 import functools
+import re
 import sys
 import time
 import traceback
@@ -60,7 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help=f"folder for {FILE_NAME}")
     parser.add_argument("--commit", help="the commit that is measured, for the header")
-    parser.add_argument("--entry", default="", help="only entries whose name contains this")
+    parser.add_argument("--entry", default="", help="only entries in whose name this regular expression is found")
     parser.add_argument("--quick", action="store_true", help="about a minute: one seed, three token counts, ten repeats")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -70,7 +71,7 @@ def main() -> int:
     manifest = Manifest.load()
     device = torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
-    entries = [e for e in manifest.entries if runs_on(e.spec.arch, capability) and arguments.entry in e.spec.name]
+    entries = [e for e in manifest.entries if runs_on(e.spec.arch, capability) and re.search(arguments.entry, e.spec.name)]
     if not entries:
         sys.exit(f"no entry of {manifest.folder} runs on capability {capability} with {arguments.entry!r} in its name")
     plan = QUICK if arguments.quick else FULL
@@ -118,8 +119,9 @@ def subjects(entries: Sequence[Entry], device: torch.device, pool: Executor, pla
 
 
 def same_arithmetic(spec: KernelSpec) -> KernelSpec:
-    """A spec that stands for all that compute the same: layout and row order only say where the weights lie."""
-    return dataclasses.replace(spec, layout="row_major", w13_order="up_gate")
+    """A spec that stands for all that compute the same: layout and row order say where the weights lie, columns how many tokens fit."""
+    same = dataclasses.replace(spec, layout="row_major", w13_order="up_gate")
+    return dataclasses.replace(same, columns=16, tokens=16) if spec.structure == "list" else same
 
 
 def reference_calls(spec: KernelSpec, plan: Plan) -> Iterator[tuple[Call, bool]]:
@@ -138,7 +140,7 @@ def examine(
 ) -> None:
     """Append the entry's rows and further checks. Raises ContextLost."""
     mine = []
-    for tokens in plan.tokens:
+    for tokens in (count for count in plan.tokens if count <= entry.spec.tokens):
         mine.append(row(entry, subject, tokens, plan))
         rows.append(mine[-1])
     for name, check in further_checks(subject, manifest, mine).items():
@@ -191,7 +193,10 @@ def further_checks(subject: Subject, manifest: Manifest, rows: Sequence[dict[str
         "launch arguments matter": lambda: checks.options_matter(subject),
         "DLPack": lambda: cuda_checks.dlpack(subject),
         "MegaExperts": lambda: cuda_checks.mega_experts(subject),
+        "finalize": lambda: cuda_checks.finalize(subject),
     }
+    if spec.structure == "list":
+        named["early trigger"] = lambda: cuda_checks.early_trigger(subject)
     for changes in checks.OPTION_CHANGES:
         text = ", ".join(f"{name} {value}" for name, value in changes.items())
         named[f"launch arguments: {text}"] = functools.partial(checks.options, subject, changes)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megamoe_aot.files import write_atomically
+
 Row = Mapping[str, Any]
 
 
@@ -17,7 +19,7 @@ def write_json(path: Path, header: Mapping[str, Any], **tables: Sequence[Row]) -
         body = ",\n  ".join(json.dumps(_finite(row), allow_nan=False) for row in rows)
         lines.append(f'"{name}": [\n  {body}\n]' if rows else f'"{name}": []')
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def _finite(value: Any) -> Any:

@@ -29,18 +29,21 @@ class Timing:
 
 
 def capture(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A graph of what ``enqueue`` puts on torch's current stream. What it calls must have run once before: no lazy loading."""
+    """A graph of what ``enqueue`` puts on torch's current stream, not the default one, on which it must have run once before:
+
+    nothing is loaded lazily then, and list kernels have their scratch memory.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         enqueue()
     return graph
 
 
-def time_graph(graph: torch.cuda.CUDAGraph, launches: int, replays: int) -> Timing:
+def time_graph(graph: torch.cuda.CUDAGraph, launches: int, replays: int, warm_up_seconds: float = WARM_UP_SECONDS) -> Timing:
     """Replay ``graph`` ``replays`` times between device events, each replay timed on its own, after a warm-up."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
     warm_up = time.perf_counter()
-    while time.perf_counter() - warm_up < WARM_UP_SECONDS:
+    while time.perf_counter() - warm_up < warm_up_seconds:
         graph.replay()
         torch.cuda.synchronize()
     for start, stop in events:

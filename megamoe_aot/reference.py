@@ -77,7 +77,7 @@ class Options:
     @classmethod
     def of(cls, spec: KernelSpec, *, w13_order: str, **changes: Any) -> Options:
         """What the spec's engine computes. ``w13_order`` is that of the tensors handed to the reference: ``up_gate`` after to_logical()."""
-        hopper = spec.engine == "hopper"
+        hopper, work_list = spec.engine == "hopper", spec.structure == "list"
         fields: dict[str, Any] = {
             "scoring": spec.scoring,
             "top_k": spec.top_k,
@@ -86,8 +86,8 @@ class Options:
             "limit": spec.limit,
             "ue8m0": spec.ue8m0,
             "arithmetic": "hopper" if hopper else "exact",
-            "parts": spec.split.parts,
-            "order": "quad" if hopper else "ascending",
+            "parts": spec.work_list.parts if work_list else spec.split.parts,
+            "order": "quad" if hopper and not work_list else "ascending",
             "n_group": spec.groups or 1,
             "topk_group": spec.top_groups or 1,
         }

@@ -15,8 +15,8 @@ never ran and changes neither. One that dies on the way leaves the block half-wa
 CUDA call fails with the same error) and with it the block: there is nothing to repair.
 
 **Handles.** The key of a block is the stream's handle. The default streams 0 and CU_STREAM_PER_THREAD (2) can mean another stream
-in every thread, so there each thread has a block; it stays until the layer goes, also if its thread ends first. CUDA gives the
-handle of a destroyed stream out again once its work is done; the new stream then finds the block of the old one, idle.
+in every thread, so there each thread has a block; it stays until the layer goes, also if its thread ends first. A destroyed stream is
+released once its work is done (so the documentation of cuStreamDestroy); a new stream that gets its handle finds its block, idle.
 """
 
 from __future__ import annotations

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +23,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import checks, cuda_checks, environment, floor, h200_correctness, h200_speed, picks, pool, report, timing
+from benchmarks import breakdown, checks, cuda_checks, environment, floor, h200_correctness, h200_speed, picks, pool, report, timing
 from benchmarks.expected import Call, Oracle, merge_results
 from benchmarks.harness import Inputs, Outputs, equal_bits, run
+from kernels.build import sources
+from kernels.build.cubin import read_cubin
+from megamoe_aot import loader
+from megamoe_aot.abi import FLAG_TRIGGER
+from megamoe_aot.finalize import FinalizeSpec
 from megamoe_aot.manifest import Entry, Manifest
-from megamoe_aot.reference import Options, decode_fp8, moe_reference
+from megamoe_aot.menu import DEEPSEEK_V3, LEAD, MENU, TOKEN_COUNTS, ModelShape, specs_of
+from megamoe_aot.reference import Options, decode_fp8, finalize, moe_reference
 from megamoe_aot.spec import KernelSpec
 from megamoe_aot.weights import Packed, to_logical
+from tests import fake_driver
 from tests.data import BAD_TOKEN, HARD_INPUTS
+from tests.fake_driver import H200, FakeDriver, fake_artifacts, install
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 MIB = 1 << 20
@@ -36,31 +47,46 @@ MIB = 1 << 20
 # ------------------------------------------------------------------------------------------------------------------- picks
 
 
-def chosen_by_sigmoid(logits: list[float], bias: list[float], top_k: int) -> set[int]:
-    """Plain Python: the top_k best of sigmoid(logit) + bias."""
+def chosen_by_sigmoid(logits: list[float], bias: list[float], top_k: int, groups: int = 1, top_groups: int = 1) -> set[int]:
+    """Plain Python: the top_k best of sigmoid(logit) + bias in the groups whose two best add up to most."""
     keys = [1 / (1 + math.exp(-logit)) + b for logit, b in zip(logits, bias, strict=True)]
-    return set(sorted(range(len(keys)), key=lambda e: -keys[e])[:top_k])
+    size = len(keys) // groups
+    best_two = [sum(sorted(keys[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
+    kept = sorted(range(groups), key=lambda g: -best_two[g])[:top_groups]
+    allowed = [e for e in range(len(keys)) if e // size in kept]
+    return set(sorted(allowed, key=lambda e: -keys[e])[:top_k])
 
 
-@given(tokens=st.sampled_from([1, 2, 5, 16]), experts=st.sampled_from([32, 128, 288]), seed=st.integers(0, 1000))
-def test_crafted_logits_choose_the_picks(tokens: int, experts: int, seed: int) -> None:
-    wanted = picks.random_picks(2, tokens, 8, experts, seed)
+@given(
+    tokens=st.sampled_from([1, 2, 5, 16]),
+    experts=st.sampled_from([64, 128, 256]),
+    groups=st.sampled_from([(0, 0), (2, 1), (8, 4), (8, 8)]),
+    seed=st.integers(0, 1000),
+)
+def test_crafted_logits_choose_the_picks(tokens: int, experts: int, groups: tuple[int, int], seed: int) -> None:
+    wanted = picks.random_picks(2, tokens, 8, experts, seed, *groups)
+    assert wanted.shape == (2, tokens, 8) and wanted.min() >= 0 and wanted.max() < experts
     logits, bias = picks.logits_for(wanted, experts, seed), picks.bias_for(experts, seed)
     for dtype in (torch.float32, torch.bfloat16):
         for launch in range(2):
             for token in range(tokens):
                 row = logits[launch, token].to(dtype).tolist()
-                assert chosen_by_sigmoid(row, bias.tolist(), 8) == set(wanted[launch, token].tolist())
-                assert set(sorted(range(experts), key=lambda e: -row[e])[:8]) == set(wanted[launch, token].tolist())
+                pick = set(wanted[launch, token].tolist())
+                assert len(pick) == 8
+                assert chosen_by_sigmoid(row, bias.tolist(), 8, *(groups if groups[0] else (1, 1))) == pick
+                assert groups[0] or set(sorted(range(experts), key=lambda e: -row[e])[:8]) == pick
     assert bias.min() < 0 < bias.max()
 
 
-def test_routes_of_a_launch_are_distinct_where_there_are_experts_enough() -> None:
-    for launch in picks.random_picks(3, 16, 8, 128, seed=1):
-        assert sorted(launch.flatten().tolist()) == list(range(128))
-    scarce = picks.random_picks(3, 16, 8, 96, seed=1)
-    assert all(len(set(token.tolist())) == 8 for launch in scarce for token in launch)
-    assert not torch.equal(scarce[0], scarce[1])
+def test_tokens_draw_on_their_own() -> None:
+    """As many unique experts as independent tokens choose: E * (1 - (1 - K / E) ** M) on average."""
+    for experts, tokens, groups in ((288, 8, (0, 0)), (128, 16, (0, 0)), (256, 8, (8, 4))):
+        drawn = picks.random_picks(200, tokens, 8, experts, 1, *groups)
+        unique = sum(len(set(launch.flatten().tolist())) for launch in drawn) / len(drawn)
+        assert unique == pytest.approx(experts * (1 - (1 - 8 / experts) ** tokens), rel=0.02)
+        counts = torch.bincount(drawn.flatten(), minlength=experts)
+        assert counts.min() > 0 and counts.max() < 2 * counts.float().mean(), "every expert has the same chance"
+    assert not torch.equal(picks.random_picks(1, 1, 8, 288, 1), picks.random_picks(1, 1, 8, 288, 2))
 
 
 # ------------------------------------------------------------------------------------------------------------------- floor
@@ -109,7 +135,7 @@ def test_words_sum_wraps_like_unsigned_32_bit() -> None:
     assert floor.words_sum([data, data]) == 2 * (0xFFFFFFFF + 2 + 256) % 2**32
 
 
-@pytest.mark.parametrize("file", ["floor.cu", "pdl.cu"])
+@pytest.mark.parametrize("file", ["floor.cu", "pdl.cu", "empty.cu"])
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH: the GPU run compiles these files with NVRTC")
 def test_cuda_sources_compile_for_hopper(file: str, tmp_path: Path) -> None:
     command = ["nvcc", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Werror=all-warnings", "-Xptxas=-v"]
@@ -486,87 +512,354 @@ class HostFloor:
         return self.total & 0xFFFFFFFF
 
 
-class Chooses:
-    """A layer that knows the picks: it writes them, and finite outputs."""
+TWO_SHAPES = (
+    ModelShape(LEAD.model, "TP1", 1024, 128, 32, 2, "sigmoid_bias", True, 2.5, 10.0),
+    ModelShape(DEEPSEEK_V3.model, "TP1", 1024, 128, 64, 2, "sigmoid_bias_grouped", True, 2.5, None, groups=2, top_groups=1),
+)
+STREAM = 0x5EED
 
-    spec = dataclasses.replace(SMALL, layout="row_major", w13_order="gate_up")
-    active_clusters = 14
 
-    def bind(self, *weights: torch.Tensor) -> Chooses:
-        return self
+def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Host memory at ``address`` as a tensor."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=dtype).view(shape)
 
-    def __call__(
-        self,
-        x: Any,
-        logits: Any,
-        bias: Any = None,
-        stream: Any = None,
-        out: Any = None,
-        ids: Any = None,
-        weights: Any = None,
-        pdl: bool = True,
-    ) -> None:
-        ids.copy_(logits.topk(self.spec.top_k).indices)
-        weights.fill_(0.5)
-        out.copy_(x.repeat_interleave(self.spec.top_k, 0))
+
+class HostKernels(FakeDriver):
+    """A driver whose launches do something to host memory: the experts with the largest logits, and each row a copy of x."""
+
+    fault: Callable[[torch.Tensor], object] | None = None
+    """Applied to ``out`` of every launch that a graph would hold."""
+
+    def __init__(self) -> None:
+        super().__init__(H200)
+        self.shapes: dict[str, KernelSpec | FinalizeSpec] = {}
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: int, extra: int) -> Any:
+        answer = super().cuLaunchKernelEx(config, function, pointers, extra)
+        if int(answer[0]) == 0:
+            it = self.launches[-1]
+            spec = self.shapes[it.symbol.removesuffix("_0")]
+            arguments = it.arguments
+            if isinstance(spec, FinalizeSpec):
+                self.finalize(spec, it.grid[0] // spec.token_ctas, arguments)
+            else:
+                self.moe(spec, arguments.get("tokens") or it.grid[0] // (spec.cluster * spec.top_k), arguments)
+        return answer
+
+    def moe(self, spec: KernelSpec, tokens: int, at: dict[str, Any]) -> None:
+        logits = memory(at["logits"], (tokens, spec.experts), torch.bfloat16 if spec.logits_dtype == "bf16" else torch.float32)
+        memory(at["ids"], (tokens, spec.top_k), torch.int32).copy_(logits.topk(spec.top_k).indices)
+        memory(at["weights"], (tokens, spec.top_k), torch.float32).fill_(0.5)
+        out = memory(at["out"], (tokens * spec.top_k, spec.hidden), torch.bfloat16)
+        out.copy_(memory(at["x"], (tokens, spec.hidden), torch.bfloat16).repeat_interleave(spec.top_k, 0))
+        if self.fault is not None and self.capturing:
+            self.fault(out)
+
+    def finalize(self, spec: FinalizeSpec, tokens: int, at: dict[str, Any]) -> None:
+        out = memory(at["out"], (tokens * spec.top_k, spec.hidden), torch.bfloat16)
+        weights = memory(at["weights"], (tokens, spec.top_k), torch.float32)
+        memory(at["y"], (tokens, spec.hidden), torch.bfloat16).copy_(finalize(out, weights))
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> h200_speed.Bench:
-    monkeypatch.setattr(h200_speed, "POOL_BYTES", 3 * pool.layer_bytes(SMALL))
-    monkeypatch.setattr(h200_speed, "LAUNCHES", 5)
-    monkeypatch.setattr(h200_speed, "COLD_BYTES", 0)
-    monkeypatch.setattr(h200_speed, "FloorKernels", HostFloor)
-    monkeypatch.setattr(h200_speed, "capture", lambda enqueue: enqueue())
-    monkeypatch.setattr(h200_speed, "time_graph", lambda *_: TIMING)
-    monkeypatch.setattr(h200_speed, "clocks_under", lambda *_: {"sm": "1 MHz"})
-    monkeypatch.setattr(h200_speed, "load", lambda *_: Chooses())
-    return h200_speed.Bench(torch.device("cpu"), replays=2)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HostKernels:
+    """Two small model shapes on a GPU whose memory is the host's; the package's own code loads, binds and launches."""
+    made = HostKernels()
+    menu = [(shape, spec) for shape in TWO_SHAPES for spec in specs_of(shape, ("sm_90a",))]
+    made.shapes = {spec.code_name: spec for _, spec in menu} | {
+        spec.code_name: spec for spec in {FinalizeSpec.of(spec) for _, spec in menu}
+    }
+    monkeypatch.setattr(fake_driver, "menu_specs", lambda: menu)
+    folder = tmp_path / "artifacts"
+    folder.mkdir()
+    install(monkeypatch, made, fake_artifacts(folder))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=STREAM, device_index=0))
+
+    def capture(enqueue: Callable[[], None]) -> Callable[[], None]:
+        """A graph is what runs again; while it is captured, scratch memory cannot be allocated."""
+
+        def replay() -> None:
+            made.capturing.add(STREAM)
+            try:
+                enqueue()
+            finally:
+                made.capturing.clear()
+
+        replay()
+        return replay
+
+    def time_graph(graph: Callable[[], None], launches: int, replays: int, warm_up_seconds: float = 0.0) -> timing.Timing:
+        graph()
+        return TIMING
+
+    for name, value in {
+        "POOL_BYTES": 3 * pool.layer_bytes(made_spec(TWO_SHAPES[1])),
+        "LAUNCHES": 5,
+        "COLD_BYTES": 0,
+        "FloorKernels": HostFloor,
+        "capture": capture,
+        "time_graph": time_graph,
+        "clocks_under": lambda *_: {"sm": "1 MHz"},
+    }.items():
+        monkeypatch.setattr(h200_speed, name, value)
+    return made
 
 
-def test_speed_rows_of_one_shape(bench: h200_speed.Bench) -> None:
-    entry = Entry("model", "TP1", Chooses.spec, "sha", 1, 16)
-    rows: list[dict[str, Any]] = []
-    floors: list[dict[str, Any]] = []
-    bench.shape([entry], (1, 3), rows, floors)
+def made_spec(shape: ModelShape) -> KernelSpec:
+    return next(specs_of(shape, ("sm_90a",)))
+
+
+def speed_results(
+    bench: h200_speed.Bench, tmp_path: Path, all_entries: bool = False, tokens: tuple[int, ...] = (1, 9)
+) -> h200_speed.Results:
+    results = h200_speed.Results(tmp_path / "h200_speed.json", {})
+    for members in h200_speed.cases(loader.manifest(), (9, 0), "AB", all_entries):
+        bench.shape(members, tokens, results)
+    return results
+
+
+def test_speed_rows(machine: HostKernels, tmp_path: Path) -> None:
+    bench = h200_speed.Bench(torch.device("cpu"), replays=2)
+    results = speed_results(bench, tmp_path)
+    rows, floors = results.rows, results.floors
     assert [line["problems"] for line in rows + floors if line["problems"]] == []
-    assert [(row["tokens"], row["pdl"]) for row in rows] == [(1, True), (1, False), (3, True), (3, False)]
-    assert len(floors) == 1 + 2 * len(floor.VARIANTS)
-    # K = 2 routes per token, all distinct; an expert has 3 * H * I bytes.
-    assert [(row["unique_experts"], row["bytes"]) for row in rows[::2]] == [(2, 2 * 3 * 1024 * 128), (6, 6 * 3 * 1024 * 128)]
-    assert all(row["ours_us"] == row["floor_us"] == 20.0 and row["ratio"] == 1.0 for row in rows)
+    assert json.loads(results.path.read_text()) == {"header": {"clocks_under_load": {"sm": "1 MHz"}}, "rows": rows, "floors": floors}
+    forms = [("list", True, False), ("list", False, False), ("list", True, True), ("cluster", True, False)]
+    found = [(row["shape"], row["tokens"], row["structure"], row["pdl"], row["trigger"]) for row in rows]
+    assert found == [(shape, tokens, *form) for shape in "AB" for tokens in (1, 9) for form in forms]
+    for row in rows:
+        columns = (8 if row["tokens"] == 1 else 16) if row["structure"] == "list" else 0
+        assert row["columns"] == columns and (f"_list{columns}_" in row["entry"]) == (columns > 0)
+        assert (row["cluster"], row["ctas"]) == ((0, 132) if columns else (16, 16 * row["tokens"] * 2))
+        assert (row["ours_us"], row["ours_best_us"], row["ours_worst_us"], row["floor_us"], row["ratio"]) == (20, 19, 21, 20, 1)
+        summed = row["pdl"] and not row["trigger"]
+        assert (row["with_finalize_us"], row["ratio_with_finalize"]) == ((20, 1) if summed else (None, None))
+        assert row["breakdown"] is None and (row["launches"], row["replays"]) == (5, 2)
+        assert row["bytes"] == row["unique_experts"] * 3 * 1024 * 128, "an expert has 3 * H * I bytes"
+        assert row["unique_experts"] == 2 if row["tokens"] == 1 else 9 < row["unique_experts"] < 18
+    assert len(floors) == 2 * (1 + 2 * len(floor.VARIANTS))
+    assert {(row["variant"], row["replays"]) for row in floors if row["tokens"] == 9} >= {(v.name, 5) for v in floor.VARIANTS[3:]}
+    assert sum(row.get("replays") == 2 for row in floors) == 2 * 2 * h200_speed.FINALISTS
     assert h200_speed.summarise(rows, floors) == 0
+    assert h200_speed.summarise([], []) == 0
 
 
-def test_a_floor_that_skips_bytes_is_refused(bench: h200_speed.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_launches_are_the_products_own(machine: HostKernels, tmp_path: Path) -> None:
+    bench = h200_speed.Bench(torch.device("cpu"), replays=2)
+    speed_results(bench, tmp_path, tokens=(2,))
+    flags = {(bool(it.cluster), it.pdl, bool(it.arguments["flags"] & FLAG_TRIGGER)) for it in machine.launches if "flags" in it.arguments}
+    # (cluster, PDL, trigger): eager; list with PDL, with trigger (alone and before the finalize launch); cluster with PDL.
+    assert flags == {(False, False, False), (True, False, False), (False, True, False), (False, True, True), (True, True, False)}
+    for before, it in itertools.pairwise(machine.launches):
+        if it.symbol.startswith("finalize"):
+            assert it.pdl and it.arguments["out"] == before.arguments["out"] and it.arguments["shared"] == 0
+            assert bool(before.arguments["flags"] & FLAG_TRIGGER) == (before.cluster is None)
+    written = {it.arguments["out"] for it in machine.launches if it.arguments.get("flags", 0) & FLAG_TRIGGER}
+    assert len(written) == 2 * 5, "every launch of a graph writes its own outputs"
+
+
+def test_all_entries_are_measured_on_request(machine: HostKernels, tmp_path: Path) -> None:
+    bench = h200_speed.Bench(torch.device("cpu"), replays=2)
+    results = speed_results(bench, tmp_path, all_entries=True, tokens=(1,))
+    assert [line["problems"] for line in results.rows if line["problems"]] == []
+    kinds = {(row["layout"], row["w13_order"], row["logits_dtype"]) for row in results.rows}
+    assert len(kinds) == 6 and len(results.rows) == 2 * 6 * 4
+    assert [m.model for (m, *_) in h200_speed.cases(loader.manifest(), (9, 0), "B", False)] == [DEEPSEEK_V3.model]
+    assert h200_speed.cases(loader.manifest(), (10, 0), "AB", True) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        (lambda out: out.fill_(math.nan), "not finite"),
+        (lambda out: out[0].mul_(2), "other bits than an eager launch"),
+    ],
+)
+def test_a_wrong_graph_is_found(machine: HostKernels, tmp_path: Path, fault: Callable[[torch.Tensor], object], complaint: str) -> None:
+    machine.fault = fault
+    results = speed_results(h200_speed.Bench(torch.device("cpu"), replays=2), tmp_path, tokens=(1,))
+    assert all(any(complaint in problem for problem in row["problems"]) for row in results.rows)
+    assert h200_speed.summarise(results.rows, results.floors) == 1
+
+
+def test_a_failed_row_does_not_take_the_others_along(machine: HostKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(calls: h200_speed.Calls) -> list[str]:
+        raise ValueError("no sums today")
+
+    monkeypatch.setattr(h200_speed, "wrong_sums", broken)
+    results = speed_results(h200_speed.Bench(torch.device("cpu"), replays=2), tmp_path, tokens=(1,))
+    assert [row["ok"] for row in results.rows] == [False, True, True, False] * 2
+    assert results.rows[0]["problems"] == ["ValueError: no sums today"] and results.rows[0]["ours_us"] == 20
+
+
+def test_wrong_sums_are_found(machine: HostKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostKernels, "finalize", lambda self, spec, tokens, at: None)
+    results = speed_results(h200_speed.Bench(torch.device("cpu"), replays=2), tmp_path, tokens=(1,))
+    assert results.rows[0]["problems"] == ["the finalized tokens are not the reference's", "finalized tokens are not finite"]
+
+
+def bench_of(machine: HostKernels) -> tuple[h200_speed.Bench, KernelSpec]:
+    return h200_speed.Bench(torch.device("cpu"), replays=2), made_spec(TWO_SHAPES[0])
+
+
+def test_a_floor_that_skips_bytes_is_refused(machine: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, spec = bench_of(machine)
     monkeypatch.setattr(HostFloor, "words_sum", lambda self: (self.total - 1) & 0xFFFFFFFF)
-    layers = pool.layers_of(bench.pool, Chooses.spec, 5)
-    load_ = h200_speed.Load(1, picks.random_picks(5, 1, 2, 32, seed=1))
-    row = bench.floor(floor.VARIANTS[0], load_, layers, Chooses.spec, ceiling=1e9)
+    layers = pool.layers_of(bench.pool, spec, 5)
+    row = bench.floor(floor.VARIANTS[0], h200_speed.Load.of(spec, 1), layers, spec, ceiling=1e9)
     assert not row["ok"] and "the words read add up to" in row["problems"][0]
-    assert "one long read" in bench.floor(floor.VARIANTS[0], load_, layers, Chooses.spec, ceiling=1e-3)["problems"][-1]
+    assert "one long read" in bench.floor(floor.VARIANTS[0], h200_speed.Load.of(spec, 1), layers, spec, ceiling=1e-3)["problems"][-1]
+
+
+def test_the_floor_is_the_best_stream_kernel(machine: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short look at all, then the best again: the order follows the long look."""
+    bench, spec = bench_of(machine)
+    short = {5: 1.0, 9: 2.0, 2: 3.0}
+
+    def looked_at(variant: floor.Variant, *rest: Any) -> dict[str, Any]:
+        number = floor.VARIANTS.index(variant)
+        long_look = len(rest) == 4
+        return {"variant": variant.name, "us": {5: 13.0, 9: 12.0, 2: 11.0}[number] if long_look else short.get(number, 50.0)}
+
+    monkeypatch.setattr(bench, "floor", looked_at)
+    rows = bench.floors(h200_speed.Load.of(spec, 1), [], spec, 1.0)
+    assert [row["variant"] for row in rows[:3]] == [floor.VARIANTS[number].name for number in (2, 9, 5)]
+    assert [row["us"] for row in rows] == [11.0, 12.0, 13.0] + [50.0] * (len(floor.VARIANTS) - 3)
 
 
 def test_measurements_that_cannot_be_are_refused() -> None:
-    assert h200_speed.not_believed(TIMING, {"us": 20.5}) == []
-    assert h200_speed.not_believed(TIMING, {"us": 25.0}) != []
+    assert h200_speed.not_believed(20 / 20.5) == []
+    assert h200_speed.not_believed(20 / 25) != []
     assert h200_speed.not_linear(TIMING, timing.Timing(20.4, 20, 21)) == []
     assert h200_speed.not_linear(TIMING, timing.Timing(38.0, 37, 39)) != [], "half the launches took almost as long"
-    load_ = h200_speed.Load(1, picks.random_picks(32, 1, 8, 288, seed=1))
     lead = KernelSpec(4096, 512, 288, 8, "sm_90a")
+    load_ = h200_speed.Load.of(lead, 1)
     three: list[Any] = [None] * 3
     assert h200_speed.cold(load_, [None] * 11, lead) == []  # type: ignore[list-item]
     assert "may still be in L2" in h200_speed.cold(load_, three, lead)[0]
 
 
-def test_unwritten_or_foreign_results_are_refused(bench: h200_speed.Bench) -> None:
-    load_ = h200_speed.Load(2, picks.random_picks(5, 2, 2, 32, seed=1))
-    inputs = bench.inputs(Chooses.spec, load_)
-    good = [run(Chooses(), batch) for batch in inputs]
+def test_foreign_experts_are_refused(machine: HostKernels) -> None:
+    bench, spec = bench_of(machine)
+    load_ = h200_speed.Load.of(spec, 2)
+    _, bound = bench.bind(spec, "list", 2)
+    calls = h200_speed.Calls(bound, bench.inputs(spec, load_))
+    good = calls.eager()
     assert h200_speed.wrong_results(good, good, load_) == []
-    unwritten = [Outputs(Chooses.spec, 2, torch.device("cpu")), *good[1:]]
-    assert "not finite" in h200_speed.wrong_results(unwritten, good, load_)[0]
+    assert any("not finite" in problem for problem in h200_speed.wrong_results(calls.outputs, good, load_))
     assert "not those" in h200_speed.wrong_results(good, good, h200_speed.Load(2, load_.picks.flip(0)))[0]
+
+
+def test_the_pool_of_the_largest_shapes_keeps_the_weights_cold() -> None:
+    """What the run checks on the spot, for the whole menu: with 20 GB every (shape, tokens) is cold."""
+    for shape in MENU:
+        spec = made_spec(shape)
+        layers: list[Any] = [None] * min(h200_speed.LAUNCHES, h200_speed.POOL_BYTES // pool.layer_bytes(spec))
+        for tokens in TOKEN_COUNTS:
+            assert h200_speed.cold(h200_speed.Load.of(spec, tokens), layers, spec) == []
+
+
+def test_a_graph_is_captured_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list launch's scratch memory is its stream's: a stream of the graph's own would not be prepared."""
+    done: list[Any] = []
+
+    class Graph:
+        def __init__(self, graph: Any, stream: Any) -> None:
+            done.append(stream)
+
+        def __enter__(self) -> None:
+            done.append("begin")
+
+        def __exit__(self, *_: object) -> None:
+            done.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "mine")
+    timing.capture(lambda: done.append("launch"))
+    assert done == ["mine", "begin", "launch", "end"]
+
+
+# --------------------------------------------------------------------------------------------------------------- breakdown
+
+
+@pytest.fixture
+def variants(machine: HostKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> breakdown.Variants:
+    """Variants of both shapes' list kernels, as ``build`` leaves them, with the whole kernels' code in the cubins."""
+    monkeypatch.setattr(breakdown, "compile_without", lambda spec, left_out: whole_image(spec) + b" " * len("+".join(left_out)))
+    monkeypatch.setattr(sources, "source_digest", lambda: loader.manifest().source_digest)
+    breakdown.build(loader.manifest(), (8,), 2, tmp_path / "variants")
+    return breakdown.Variants(loader.manifest(), tmp_path / "variants")
+
+
+def whole_image(spec: KernelSpec) -> bytes:
+    manifest = loader.manifest()
+    return manifest.read_cubin(next(entry.cubin for entry in manifest.entries if entry.spec == spec))
+
+
+def test_a_breakdown_is_what_each_stage_saves(
+    machine: HostKernels, variants: breakdown.Variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter(range(1, 100))
+
+    def time_graph(graph: Callable[[], None], launches: int, replays: int, warm_up_seconds: float = 0.0) -> timing.Timing:
+        graph()
+        return dataclasses.replace(TIMING, median=20.0 - next(times)) if breakdown_runs() else TIMING
+
+    def breakdown_runs() -> bool:
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_name != "breakdown":
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame is not None
+
+    monkeypatch.setattr(h200_speed, "time_graph", time_graph)
+    results = speed_results(h200_speed.Bench(torch.device("cpu"), 2, variants), tmp_path, tokens=(1, 2, 4, 9))
+    assert [row["problems"] for row in results.rows if row["problems"]] == []
+    with_breakdown = {(row["shape"], row["tokens"]): row["breakdown"] for row in results.rows if row["breakdown"]}
+    one = ["routing", "exchange", "mma", "store", "routing+exchange", "exchange+mma+store", "routing+exchange+mma+store"]
+    assert {key: list(saved) for key, saved in with_breakdown.items()} == {
+        (shape, tokens): one if tokens == 1 else ["exchange", "mma", "store", "exchange+mma+store"] for shape in "AB" for tokens in (1, 2)
+    }
+    assert list(with_breakdown["A", 1].values()) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(with_breakdown["A", 2].values()) == [8, 9, 10, 11]
+
+
+def test_variants_of_other_artifacts_are_refused(variants: breakdown.Variants, machine: HostKernels) -> None:
+    manifest, folder = variants.manifest, variants.folder
+    assert len(variants.built) == 2 * len(breakdown.LEFT_OUT) and len({v.cubin for v in variants.built}) == len(variants.built)
+    with pytest.raises(breakdown.BreakdownError, match="not of the sources"):
+        breakdown.Variants(dataclasses.replace(manifest, source_digest="1" * 64), folder)
+    others = tuple(dataclasses.replace(entry, cubin="2" * 64) for entry in manifest.entries)
+    with pytest.raises(breakdown.BreakdownError, match="belongs to another cubin"):
+        breakdown.Variants(dataclasses.replace(manifest, entries=others), folder)
+    path = folder / f"{variants.built[0].cubin}.cubin"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(breakdown.BreakdownError, match="is damaged"):
+        breakdown.Variants(manifest, folder)
+    path.unlink()
+    with pytest.raises(breakdown.BreakdownError, match="No such file"):
+        breakdown.Variants(manifest, folder)
+    with pytest.raises(breakdown.BreakdownError, match="no variants in"):
+        breakdown.Variants(manifest, folder / "elsewhere")
+
+
+def test_variants_are_built_from_the_sources_of_the_artifacts_only(machine: HostKernels, tmp_path: Path) -> None:
+    with pytest.raises(breakdown.BreakdownError, match="not of the present sources"):
+        breakdown.build(loader.manifest(), (8,), 1, tmp_path / "variants")
+
+
+@pytest.mark.slow
+def test_left_out_stages_are_left_out() -> None:
+    """Real compiles: every variant has its own code and keeps the kernel's symbol and parameters."""
+    spec = dataclasses.replace(made_spec(TWO_SHAPES[0]), structure="list", columns=8, tokens=8)
+    images = [breakdown.compile_without(spec, left_out) for left_out in ((), *breakdown.LEFT_OUT)]
+    facts = [read_cubin(image) for image in images]
+    assert len(set(images)) == len(images)
+    assert {it.symbol for it in facts} == {f"{spec.code_name}_0"}
+    assert {tuple(p.size for p in it.parameters) for it in facts} == {tuple(p.size for p in spec.parameters)}
+    assert all(len(image) < len(images[0]) for image in images[1:])
 
 
 def test_pool_bytes_are_finite_and_random() -> None:

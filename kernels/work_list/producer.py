@@ -17,9 +17,11 @@ from .common import Cta, Ring, barrier
 
 FIRST = 2
 """Stages that the producer asks for before it meets any other warp."""
-FLIGHT_FEW, FLIGHT, FEW = 3, 4, 8192
+FLIGHTS = {"hopper": (3, 4), "blackwell": (5, 6)}
+FEW = 8192
 """Stages in flight at most, while tokens * hidden <= FEW and beyond: with more, queues grow and the SMs drift apart (measured, see
-docs/performance.md). The ring is deeper: it fills only while the MMAs are held up."""
+docs/performance.md). The ring is deeper: it fills only while the MMAs are held up. Blackwell's are not measured: as many bytes per SM as
+cover Hopper's latency at a B200's bandwidth, 1.6 times as high per SM."""
 
 
 class Stream(NamedTuple):
@@ -178,7 +180,8 @@ def produce(
     ``expert0``: the first deal's expert.
     """
     plan = spec.work_list
-    flight = ptx.select(at.tokens * Uint32(spec.hidden) <= Uint32(FEW), Uint32(FLIGHT_FEW), Uint32(FLIGHT))
+    few, many = (min(number, plan.ring) for number in FLIGHTS[spec.engine])  # a stage waited for must not be on its next lap
+    flight = ptx.select(at.tokens * Uint32(spec.hidden) <= Uint32(FEW), Uint32(few), Uint32(many))
     size = common.deal_size(spec, at.tokens)
     deal = common.first_deal(at)
     begun = ptx.select(deal * size < Uint32(spec.top_k * plan.units), Uint32(FIRST), Uint32(0))
