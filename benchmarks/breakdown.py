@@ -85,8 +85,9 @@ def measurable(left_out: tuple[str, ...], tokens: int) -> bool:
 class Variants:
     """The compiled variants in ``folder`` that belong to the artifacts of ``manifest``."""
 
-    def __init__(self, manifest: Manifest, folder: Path = FOLDER) -> None:
-        """Raises BreakdownError."""
+    def __init__(self, manifest: Manifest, folder: Path | None = None) -> None:
+        """``folder``: None for FOLDER. Raises BreakdownError."""
+        folder = FOLDER if folder is None else folder
         self.manifest = manifest
         self.folder = folder
         how = "run: python -m benchmarks.breakdown build"

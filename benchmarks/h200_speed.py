@@ -131,9 +131,14 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: there is nothing to time")
+    gc.freeze()  # each capture collects garbage: let it not go through everything that was imported
+    results = measure(arguments, torch.device("cuda", torch.cuda.current_device()))
+    return summarise(results.rows, results.floors)
 
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> Results:
+    """The whole run. Exits where there is nothing to measure, or no breakdown though one was asked for."""
     manifest = Manifest.load()
-    device = torch.device("cuda", torch.cuda.current_device())
     models = cases(manifest, torch.cuda.get_device_capability(device), arguments.shapes, arguments.all_entries)
     if not models:
         sys.exit(f"{manifest.folder} has nothing of {arguments.shapes} for this GPU")
@@ -141,14 +146,13 @@ def main() -> int:
         variants = Variants(manifest) if arguments.breakdown else None
     except BreakdownError as error:
         sys.exit(str(error))
-    gc.freeze()  # each capture collects garbage: let it not go through everything that was imported
     results = Results(arguments.out / FILE_NAME, environment.header(device, manifest, arguments.commit))
     with torch.cuda.stream(torch.cuda.Stream(device)):
         bench = Bench(device, arguments.replays, variants)
         results.header["empty_launch_us"] = empty_launches(device, arguments.replays)
         for members in models:
             bench.shape(members, sorted(arguments.tokens), results)
-    return summarise(results.rows, results.floors)
+    return results
 
 
 def cases(manifest: Manifest, capability: tuple[int, int], letters: str, all_entries: bool) -> list[list[Entry]]:

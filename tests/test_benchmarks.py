@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -466,6 +468,8 @@ def test_an_entry_is_examined_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_pa
         "threads",
         "dlpack",
         "mega_experts",
+        "finalize",
+        "early_trigger",
         "bad_calls",
         "bad_weights",
         "bad_queries",
@@ -646,6 +650,31 @@ def test_speed_rows(machine: HostKernels, tmp_path: Path) -> None:
     assert h200_speed.summarise([], []) == 0
 
 
+def test_the_run_from_its_arguments(machine: HostKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(Manifest, "load", lambda folder=None: loader.manifest())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(environment, "header", lambda device, manifest, commit: {"commit": commit})
+    monkeypatch.setattr(h200_speed, "empty_launches", lambda device, replays: {"pdl": 1.0, "no_pdl": 2.0})
+    asked: dict[str, Any] = {"out": tmp_path / "new", "commit": "abc", "shapes": "B", "tokens": [2, 1], "all_entries": False}
+    asked |= {"breakdown": False, "replays": 3}
+    results = h200_speed.measure(argparse.Namespace(**asked), torch.device("cpu"))
+    written = json.loads((tmp_path / "new" / "h200_speed.json").read_text())
+    assert written["header"] == {
+        "commit": "abc",
+        "empty_launch_us": {"pdl": 1.0, "no_pdl": 2.0},
+        "clocks_under_load": {"sm": "1 MHz"},
+    }
+    assert [(row["shape"], row["tokens"], row["replays"]) for row in written["rows"]] == [("B", 1, 3)] * 4 + [("B", 2, 3)] * 4
+    assert h200_speed.summarise(results.rows, results.floors) == 0
+    assert "0 failed a sanity check" in capsys.readouterr().out
+    for changes, message in (({"shapes": "C"}, "has nothing of C"), ({"breakdown": True}, "benchmarks.breakdown build")):
+        monkeypatch.setattr(breakdown, "FOLDER", tmp_path)
+        with pytest.raises(SystemExit, match=message):
+            h200_speed.measure(argparse.Namespace(**(asked | changes)), torch.device("cpu"))
+
+
 def test_speed_launches_are_the_products_own(machine: HostKernels, tmp_path: Path) -> None:
     bench = h200_speed.Bench(torch.device("cpu"), replays=2)
     speed_results(bench, tmp_path, tokens=(2,))
@@ -656,7 +685,7 @@ def test_speed_launches_are_the_products_own(machine: HostKernels, tmp_path: Pat
         if it.symbol.startswith("finalize"):
             assert it.pdl and it.arguments["out"] == before.arguments["out"] and it.arguments["shared"] == 0
             assert bool(before.arguments["flags"] & FLAG_TRIGGER) == (before.cluster is None)
-    written = {it.arguments["out"] for it in machine.launches if it.arguments.get("flags", 0) & FLAG_TRIGGER}
+    written = {(it.symbol, it.arguments["out"]) for it in machine.launches if it.arguments.get("flags", 0) & FLAG_TRIGGER}
     assert len(written) == 2 * 5, "every launch of a graph writes its own outputs"
 
 

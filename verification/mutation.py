@@ -6,10 +6,11 @@ Every mutant of each subject (:mod:`verification.mutants`) is run, or with ``--e
 category (all of a smaller one) and N of the rest. A mutant meets the subject's scenarios, one route each, until something shows:
 another result than the unbroken kernel's (out, ids or weights, also bytes that the route does not own), a sanitizer finding that the
 unbroken kernel does not have, a deadlock, or PTX that cannot be. What survives every scenario must be listed in
-``equivalent_mutants.json`` with the reason why nothing could tell it from the original.
+``equivalent_mutants.json`` with the reason why nothing could tell it from the original. The reasons are about one kernel: with another
+one in its place none of them counts.
 
 Work done is kept in ``build/mutation/``, so that an interrupted run goes on; it counts only for the same PTX and the same emulator. Exit
-status 1 where less than 95 % of the sample is caught or a survivor has no reason.
+status 1 where less than 95 % of the sample is caught, a survivor has no reason, or a reason is given for a mutant that is caught.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rich.table import Table
 from benchmarks.expected import Call
 from benchmarks.report import write_json
 from emulator import Limits, PtxError
+from kernels.build.ptx import read_entry
 from megamoe_aot.abi import FLAG_GATE_FIRST
 from megamoe_aot.manifest import Manifest
 from megamoe_aot.spec import KernelSpec
@@ -78,8 +80,15 @@ SCENARIOS = (
     Scenario(Call(2, 0), 3, "starve-cta", 2),
     Scenario(Call(2, 0), 8, "async-first", 3),
     Scenario(Call(2, 0), 15, "starve-warp", 4),
+    Scenario(Call(1, 41, changes=(("w13_order", "up_gate"),)), 2),
+    Scenario(Call(1, 559, "some_nan_logits"), 4),
+    Scenario(Call(1, 7, "inf_logits"), 3),
 )
-"""In the order in which a mutant meets them: an ordinary route, every branch of the kernel, more tokens to route, other schedules."""
+"""In the order in which a mutant meets them: an ordinary route, every branch of the kernel, more tokens to route, other schedules.
+
+The last three are for single survivors of the others: best experts in lanes 16 to 19 of the routing warp, and no FLAG_GATE_FIRST;
+15 candidates, of which some beyond the twelfth are chosen; the serial rounds with unequal keys.
+"""
 
 SUBJECTS = (
     "moe_h4096_i512_e288_k8_sigmoid_bias_trtllm_gen_bf16_sm_100f",
@@ -164,23 +173,44 @@ class Reason:
     """Why a surviving mutant is equivalent to the original."""
 
     subject: str
+    kernel: str
+    """:func:`kernel_hash` of the kernel that the reason is about: it says nothing about another one, even where the statement is there."""
     id: str
     before: str
-    """The statement that the reason is about: a rebuilt kernel makes it stale."""
+    """The statement that the mutant edits."""
     change: str
+    check: str
+    """What the tests evaluate of it, a kind and its operands (see tests/verification/test_mutation.py); empty: it rests on reading."""
     why: str
 
 
+def kernel_hash(ptx: str) -> str:
+    """Of the one kernel of a PTX text, without its name, comments and line numbers."""
+    entry = read_entry(ptx)
+    lines = [f"{entry.block} {entry.min_ctas}"]
+    lines += [f"{' '.join(s.labels)} {s.guard} {s.opcode} {', '.join(s.operands)}" for s in entry.statements]
+    return hashlib.sha256("\n".join(lines).replace(entry.name, "kernel").encode()).hexdigest()
+
+
 def read_reasons(path: Path = EQUIVALENT) -> dict[tuple[str, str], Reason]:
-    """(subject, mutant id) -> reason."""
-    reasons = [Reason(**fields) for fields in json.loads(path.read_text())]
-    return {(reason.subject, reason.id): reason for reason in reasons}
+    """(subject, mutant id) -> reason. The file groups them: a list of {subject, kernel, reasons: a list of the other fields}."""
+    reasons = [
+        Reason(subject=group["subject"], kernel=group["kernel"], **fields)
+        for group in json.loads(path.read_text())
+        for fields in group["reasons"]
+    ]
+    found = {(reason.subject, reason.id): reason for reason in reasons}
+    if len(found) != len(reasons):
+        raise ValueError(f"{path.name} has two reasons for one mutant")
+    return found
 
 
-def reason_for(subject: str, mutant: Mutant, reasons: dict[tuple[str, str], Reason]) -> str | None:
-    """The reason for a survivor, if there is one and it is about this very edit."""
+def reason_for(subject: str, kernel: str, mutant: Mutant, reasons: dict[tuple[str, str], Reason]) -> Reason | None:
+    """The reason for a survivor, if there is one and it is about this very edit of this very kernel."""
     reason = reasons.get((subject, mutant.id))
-    return reason.why if reason and (reason.before, reason.change) == (mutant.before, mutant.change) else None
+    if reason and (reason.kernel, reason.before, reason.change) == (kernel, mutant.before, mutant.change):
+        return reason
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------------- The sample
@@ -265,6 +295,11 @@ def verdict(row: dict[str, Any]) -> str:
     return "caught" if row["caught_by"] else "equivalent" if row["equivalent"] else "MISSED"
 
 
+def only_assumed(row: dict[str, Any]) -> bool:
+    """Caught by nothing but assumptions: orders that PTX does not promise although no GPU is known to break them."""
+    return bool(row["caught_by"]) and all(what.startswith("A-") for what in row["caught_by"])
+
+
 def summary(rows: Sequence[dict[str, Any]], counts: dict[str, int]) -> Table:
     """Per category: how many mutants there are, how many ran, and what became of them."""
     table = Table("category", "mutants", "sampled", "caught", "equivalent", "missed", "caught by", title="Mutation")
@@ -297,10 +332,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     manifest, console = Manifest.load(), console_for_tables()
     rows: list[dict[str, Any]] = []
     counts: dict[str, int] = {}
+    kernels: dict[str, str] = {}
+    wrong: list[Reason] = []
     reasons = read_reasons()
     for name in SUBJECTS:
         entry = next(entry for entry in manifest.entries if entry.spec.name == name)
         subject = Subject(entry.spec, ptx_of(manifest, entry))
+        kernel = kernels[name] = kernel_hash(subject.ptx)
         mutants = enumerate_mutants(subject.ptx, entry.spec)
         for mutant in mutants:
             counts[mutant.category] = counts.get(mutant.category, 0) + 1
@@ -309,12 +347,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.fresh:
             kept.unlink(missing_ok=True)
         console.print(f"{name}: {len(mutants)} mutants, {len(chosen_mutants)} in the sample")
+        if stale := [reason for reason in reasons.values() if reason.subject == name and reason.kernel != kernel]:
+            console.print(f"{len(stale)} reasons are about another kernel and do not count")
         for row in run_subject(subject, chosen_mutants.values(), chosen.jobs, kept):
-            row["equivalent"] = None if row["caught_by"] else reason_for(name, chosen_mutants[row["id"]], reasons)
+            reason = reason_for(name, kernel, chosen_mutants[row["id"]], reasons)
+            if reason and row["caught_by"]:
+                wrong.append(reason)
+                reason = None
+            row["equivalent"] = reason.why if reason else None
+            row["checked"] = bool(reason and reason.check)
             rows.append(row)
             console.print(_line(row), highlight=False, soft_wrap=True, markup=False)
     rows.sort(key=lambda row: (SUBJECTS.index(row["subject"]), row["category"], row["line"]))
-    return report(rows, counts, manifest, chosen, console)
+    return report(rows, counts, kernels, wrong, manifest, chosen, console)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -322,29 +367,44 @@ def _line(row: dict[str, Any]) -> str:
     return f"{verdict(row):10} {row['id']:26} {row['seconds']:5.1f} s  {what[:70]:70}  {row['change']}: {row['statement'][:100]}"
 
 
-def report(rows: list[dict[str, Any]], counts: dict[str, int], manifest: Manifest, chosen: argparse.Namespace, console: Console) -> int:
-    """Write the results, print the summary; the exit status."""
+def report(
+    rows: list[dict[str, Any]],
+    counts: dict[str, int],
+    kernels: dict[str, str],
+    wrong: Sequence[Reason],
+    manifest: Manifest,
+    chosen: argparse.Namespace,
+    console: Console,
+) -> int:
+    """Write the results, print the summary; the exit status. ``wrong``: reasons for mutants that are caught."""
     verdicts = [verdict(row) for row in rows]
     totals = {
         "mutants": sum(counts.values()),
         "sampled": len(rows),
         "caught": verdicts.count("caught"),
+        "caught_by_assumptions_only": sum(map(only_assumed, rows)),
         "equivalent": verdicts.count("equivalent"),
+        "equivalent_checked": sum(row["checked"] for row in rows),
         "missed": verdicts.count("MISSED"),
         "score": verdicts.count("caught") / len(rows),
     }
     header = results.header(manifest) | {
         "sample": {"seed": chosen.seed, "per_category": chosen.per_category, "extra": chosen.extra},
-        "subjects": list(SUBJECTS),
+        "kernels": kernels,
         "categories": dict(sorted(counts.items())),
         "scenarios": [dataclasses.asdict(scenario) for scenario in SCENARIOS],
         **totals,
     }
     write_json(chosen.out, header, rows=rows)
     console.print(summary(rows, counts))
-    rest = f"{totals['equivalent']} equivalent, {totals['missed']} missed"
-    console.print(f"{totals['caught']} of {totals['sampled']} caught ({totals['score']:.1%}), {rest}")
-    return 0 if totals["score"] >= CAUGHT_SHARE and not totals["missed"] else 1
+    console.print(
+        f"{totals['caught']} of {totals['sampled']} caught ({totals['score']:.1%}; {totals['caught_by_assumptions_only']} by assumptions"
+        f" only), {totals['equivalent']} equivalent ({totals['equivalent_checked']} checked by the tests), {totals['missed']} missed",
+        soft_wrap=True,
+    )
+    for reason in wrong:
+        console.print(f"caught, although there is a reason why it is equivalent: {reason.id} of {reason.subject}", soft_wrap=True)
+    return 0 if totals["score"] >= CAUGHT_SHARE and not totals["missed"] and not wrong else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ A block's columns are 64 rows x tokens. Rows 16 w .. 16 w + 15 lie in the first 
 come in the same fragment as Hopper's wgmma gives, so both engines send and store alike.
 
 The issuing thread runs ahead of the MMA warps by two chunks at most (``drained``), and the producer ahead of it by the ring
-(``empty``). A stage, hence a unit, has at least one chunk, so the block scales of at most ring + ACC_BUFFERS units are in use.
+(``empty``). Every unit has a stage and a chunk of its own, so the block scales of at most ring + ACC_BUFFERS units are in use.
 """
 
 from __future__ import annotations
