@@ -30,14 +30,17 @@ _TYPE = "tuple[tuple[int, int, int, int, str, str, str, int, str, float], ...]"
 
 
 def read(path: Path) -> list[Row]:
-    """The times with PDL of a run's entries; the mean over entries that differ in logits dtype or row order only.
+    """The times of a run's entries with PDL and without the early trigger, as a caller launches who says nothing else; the mean over
+    entries that differ in logits dtype or row order only.
 
-    Raises ValueError for a row that failed its checks, or whose entry the menu does not have.
+    Raises ValueError for such a row that failed its checks, or whose entry the menu does not have.
     """
     specs = {spec.name: spec for _, spec in menu_specs()}
     times: dict[tuple[Shape, int, str], list[float]] = defaultdict(list)
     for row in json.loads(path.read_text())["rows"]:
         name, tokens = row["entry"], row["tokens"]
+        if not row["pdl"] or row.get("trigger", False):
+            continue
         if (spec := specs.get(name)) is None:
             raise ValueError(f"{path}: {name} is not in the menu: measure the present build")
         if row.get("structure", spec.structure) != spec.structure:
@@ -45,7 +48,7 @@ def read(path: Path) -> list[Row]:
         if not row["ok"]:
             raise ValueError(f"{path}: {name} with {tokens} tokens failed its checks")
         narrowest = min((columns for columns in LIST_COLUMNS if columns >= tokens), default=0)
-        if row["pdl"] and spec.columns in (0, narrowest):
+        if spec.columns in (0, narrowest):
             times[Shape.of(spec), tokens, spec.structure].append(row["ours_us"])
     return [Row(*key, round(statistics.mean(us), 3)) for key, us in sorted(times.items())]
 

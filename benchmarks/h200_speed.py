@@ -358,13 +358,10 @@ class Bench:
             eager = calls.eager()
             for form in (form for form in FORMS if form.structure == structure):
                 row = self.about(kernel, form, load_, floor)
-                try:
-                    self.measure(form, calls, eager, load_, row)
-                    if self.variants and structure == "list" and form.leading:
-                        row["breakdown"] = self.breakdown(kernel, layers, inputs, load_, row)
-                except Exception as error:  # the other rows are worth having; after a lost context they will say so too
-                    row["problems"].append(f"{type(error).__name__}: {error}")
+                attempt(row["problems"], functools.partial(self.measure, form, calls, eager, load_, row))
                 row["ok"] = not row["problems"]
+                if self.variants and row["ok"] and structure == "list" and form.leading:
+                    attempt(row["breakdown_problems"], functools.partial(self.breakdown, kernel, layers, inputs, load_, row))
                 rows.append(row)
         return rows
 
@@ -398,6 +395,7 @@ class Bench:
             "launches": LAUNCHES,
             "replays": self.replays,
             "breakdown": None,
+            "breakdown_problems": [],
             "ok": False,
             "problems": [],
         }
@@ -434,10 +432,8 @@ class Bench:
         """Per launch of a whole graph."""
         return time_graph(graph, LAUNCHES, self.replays)
 
-    def breakdown(
-        self, kernel: Kernel, layers: list[WeightLayer], inputs: Sequence[Inputs], load_: Load, row: Row
-    ) -> dict[str, float] | None:
-        """Stages left out -> microseconds that this saves, on the same layers and inputs; None where there are no variants."""
+    def breakdown(self, kernel: Kernel, layers: list[WeightLayer], inputs: Sequence[Inputs], load_: Load, row: Row) -> None:
+        """Stages left out -> microseconds that this saves, on the same layers and inputs; fills ``row`` where there are variants."""
         assert self.variants is not None
         entry = next(entry for entry in self.variants.manifest.entries if entry.spec.name == row["entry"])
         saved: dict[str, float] = {}
@@ -447,8 +443,8 @@ class Bench:
             calls.launch(pdl=True)
             saved[built.name] = row["ours_us"] - self.time(capture(functools.partial(calls.launch, pdl=True))).median
             if "routing" not in built.left_out:
-                row["problems"] += [f"without {built.name}: {problem}" for problem in wrong_experts(calls.outputs, load_)]
-        return saved or None
+                row["breakdown_problems"] += [f"without {built.name}: {problem}" for problem in wrong_experts(calls.outputs, load_)]
+        row["breakdown"] = saved if saved and not row["breakdown_problems"] else None
 
     def inputs(self, spec: KernelSpec, load_: Load) -> list[Inputs]:
         """Random tokens and logits that choose the picks, a batch per launch."""
@@ -491,6 +487,14 @@ def clocks_under(graph: torch.cuda.CUDAGraph, device: torch.device, seconds: flo
 
 
 # ---------------------------------------------------------------------------------------------------------------- Bytes and sanity
+
+
+def attempt(problems: list[str], step: Callable[[], None]) -> None:
+    """An exception becomes a problem: the other rows are worth having. After a lost context they will say so too."""
+    try:
+        step()
+    except Exception as error:
+        problems.append(f"{type(error).__name__}: {error}")
 
 
 def expert_parts(layer: WeightLayer, spec: KernelSpec, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -563,11 +567,11 @@ def not_linear(whole: Timing, half: Timing) -> list[str]:
 
 def summarise(rows: Sequence[Row], floors: Sequence[Row]) -> int:
     """Print what failed, then the table; the exit status."""
-    failed = [line for line in [*floors, *rows] if not line["ok"]]
+    failed = [line for line in [*floors, *rows] if not line["ok"] or line.get("breakdown_problems")]
     for line in failed:
         print(
             f"FAILED {line.get('entry', line.get('model'))}, M = {line['tokens']}, {line.get('variant', '')}:",
-            *line["problems"][:4],
+            *[*line["problems"], *line.get("breakdown_problems", [])][:4],
             sep="\n    ",
         )
     print(report.table(rows, ROW_COLUMNS))

@@ -25,7 +25,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import breakdown, checks, cuda_checks, environment, floor, h200_correctness, h200_speed, picks, pool, report, timing
+from benchmarks import (
+    breakdown,
+    checks,
+    choose_structures,
+    cuda_checks,
+    environment,
+    floor,
+    h200_correctness,
+    h200_speed,
+    picks,
+    plot,
+    pool,
+    report,
+    timing,
+)
 from benchmarks.expected import Call, Oracle, merge_results
 from benchmarks.harness import Inputs, Outputs, equal_bits, run
 from kernels.build import sources
@@ -37,6 +51,7 @@ from megamoe_aot.manifest import Entry, Manifest
 from megamoe_aot.menu import DEEPSEEK_V3, LEAD, MENU, TOKEN_COUNTS, ModelShape, specs_of
 from megamoe_aot.reference import Options, decode_fp8, finalize, moe_reference
 from megamoe_aot.spec import KernelSpec
+from megamoe_aot.structures import choices
 from megamoe_aot.weights import Packed, to_logical
 from tests import fake_driver
 from tests.data import BAD_TOKEN, HARD_INPUTS
@@ -845,7 +860,7 @@ def test_a_breakdown_is_what_each_stage_saves(
 
     monkeypatch.setattr(h200_speed, "time_graph", time_graph)
     results = speed_results(h200_speed.Bench(torch.device("cpu"), 2, variants), tmp_path, tokens=(1, 2, 4, 9))
-    assert [row["problems"] for row in results.rows if row["problems"]] == []
+    assert [row for row in results.rows if row["problems"] or row["breakdown_problems"]] == []
     with_breakdown = {(row["shape"], row["tokens"]): row["breakdown"] for row in results.rows if row["breakdown"]}
     one = ["routing", "exchange", "mma", "store", "routing+exchange", "exchange+mma+store", "routing+exchange+mma+store"]
     assert {key: list(saved) for key, saved in with_breakdown.items()} == {
@@ -853,6 +868,16 @@ def test_a_breakdown_is_what_each_stage_saves(
     }
     assert list(with_breakdown["A", 1].values()) == [1, 2, 3, 4, 5, 6, 7]
     assert list(with_breakdown["A", 2].values()) == [8, 9, 10, 11]
+
+
+def test_a_failed_breakdown_leaves_the_row_alone(machine: HostKernels, variants: breakdown.Variants, tmp_path: Path) -> None:
+    path = variants.folder / f"{variants.built[0].cubin}.cubin"
+    path.write_bytes(b"")
+    results = speed_results(h200_speed.Bench(torch.device("cpu"), 2, variants), tmp_path, tokens=(1,))
+    row = results.rows[0]
+    assert row["ok"] and row["breakdown"] is None and "is damaged" in row["breakdown_problems"][0]
+    assert [bool(other["breakdown"]) for other in results.rows[1:]] == [False, False, False, True, False, False, False]
+    assert h200_speed.summarise(results.rows, results.floors) == 1
 
 
 def test_variants_of_other_artifacts_are_refused(variants: breakdown.Variants, machine: HostKernels) -> None:
@@ -901,3 +926,122 @@ def test_pool_bytes_are_finite_and_random() -> None:
     layers = pool.layers_of(pool.random_weights(2 * pool.layer_bytes(spec) + 5, torch.device("cpu")), spec, 9)
     assert len(layers) == 2 and layers[0].w13.shape == (32, 8, 256, 128) and layers[1].w2_scale.shape == (32, 8, 1)
     assert layers[1].w13.data_ptr() - layers[0].w13.data_ptr() == 32 * 3 * 1024 * 128
+
+
+# ------------------------------------------------------------------------------------------- from results to tables and picture
+
+
+def speed_row(tokens: int, structure: str, us: float, **changes: Any) -> dict[str, Any]:
+    """A row of shape A over a floor of 10 us; with finalize 1 us more."""
+    row: dict[str, Any] = {
+        "shape": "A",
+        "model": "GLM-5.3-Flash TP4",
+        "layout": "trtllm_gen",
+        "logits_dtype": "bf16",
+        "structure": structure,
+    }
+    row |= {"tokens": tokens, "pdl": True, "trigger": False, "ours_us": us, "ratio": us / 10, "floor_us": 10.0, "unique_experts": 8.0}
+    row |= {"with_finalize_us": us + 1, "ratio_with_finalize": (us + 1) / 10, "replays": 25, "breakdown": None, "ok": True, "problems": []}
+    return row | {"entry": f"moe_{structure}"} | changes
+
+
+def speed_data(*more: dict[str, Any]) -> dict[str, Any]:
+    header: dict[str, Any] = {"gpu": "NVIDIA H200", "date": "2026-11-30T01:02:03+00:00", "driver": "580.1", "commit": "0123456789abcdef"}
+    header |= {"clocks_under_load": {"sm": "1980 MHz", "memory": "3201 MHz"}, "empty_launch_us": {"pdl": 0.914, "no_pdl": 1.526}}
+    rows = [
+        speed_row(1, "list", 11.8, breakdown={"routing": 0.914, "routing+exchange": 1.25}),
+        speed_row(1, "list", 12.3, pdl=False),
+        speed_row(1, "list", 11.2, trigger=True),
+        speed_row(1, "cluster", 14.0),
+        speed_row(2, "list", 11.8, breakdown={"exchange": 0.333}),
+        speed_row(2, "list", 1.0, logits_dtype="fp32"),
+        *more,
+    ]
+    return {"header": header, "rows": rows}
+
+
+def test_tables_say_what_the_results_say() -> None:
+    measured = plot.Measured(speed_data())
+    assert plot.times(measured).splitlines() == [
+        "| shape | us (time over floor) | M = 1 | M = 2 |",
+        "| --- | --- | --- | --- |",
+        "| **A** GLM-5.3-Flash TP4 | floor | 10.0 | 10.0 |",
+        "|  | unique experts | 8.0 | 8.0 |",
+        "|  | list | **11.8 (1.18)** | 11.8 (1.18) |",
+        "|  | list, with finalize | 12.8 (1.28) | 12.8 (1.28) |",
+        "|  | cluster | 14.0 (1.40) | - (-) |",
+        "|  | cluster, with finalize | 15.0 (1.50) | - (-) |",
+    ]
+    assert plot.options(measured).splitlines()[2:] == ["| **A** | PDL off | +0.50 | - |", "| **A** | PDL and trigger | -0.60 | - |"]
+    assert plot.breakdown(measured).splitlines() == [
+        "| shape | M | whole | floor | routing | routing + exchange | exchange |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| **A** | 1 | 11.80 | 10.00 | 0.91 | 1.25 | - |",
+        "| **A** | 2 | 11.80 | 10.00 | - | - | 0.33 |",
+        "",
+        "An empty kernel of the same size in the same graph takes 0.91 us per launch with PDL, 1.53 us without.",
+    ]
+    assert plot.provenance(measured) == (
+        "NVIDIA H200, 2026-11-30, driver 580.1, SM clock 1980 MHz and memory clock 3201 MHz under load, commit 0123456789ab; "
+        "medians of 25 replays."
+    )
+
+
+def test_the_document_keeps_what_is_written_by_hand() -> None:
+    measured = plot.Measured(speed_data())
+    blank = "".join(f"before {name}\n<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in plot.SECTIONS) + "end"
+    once = plot.filled(blank, measured)
+    assert plot.filled(once, measured) == once and "old" not in once and once.endswith("end")
+    assert all(f"before {name}\n<!-- {name} -->\n{write(measured)}\n<!-- /{name} -->" in once for name, write in plot.SECTIONS.items())
+    with pytest.raises(ValueError, match="<!-- times -->"):
+        plot.filled(blank.replace("<!-- times -->", ""), measured)
+
+
+def test_the_picture_is_the_same_each_time() -> None:
+    measured = plot.Measured(speed_data())
+    drawn = plot.picture(measured)
+    assert drawn == plot.picture(plot.Measured(speed_data()))
+    assert plot.identity(measured).encode() in drawn and b"<dc:date>" not in drawn
+    assert plot.series(measured)["A"]["cluster, with finalize"] == [[1, 1.5]]
+    other = plot.Measured(speed_data(speed_row(2, "cluster", 13.0)))
+    assert plot.identity(other) != plot.identity(measured)
+
+
+def test_failed_measurements_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: tmp_path / f"{name}.file" for name in ("results", "document", "picture")}
+    data = speed_data(speed_row(2, "cluster", 9.99, ok=False, problems=["too good"]))
+    files["results"].write_text(json.dumps(data))
+    files["document"].write_text("".join(f"<!-- {name} --><!-- /{name} -->" for name in plot.SECTIONS))
+    monkeypatch.setattr(sys, "argv", ["plot", *(word for name, path in files.items() for word in (f"--{name}", str(path)))])
+    assert plot.main() == 1
+    assert "too good" in capsys.readouterr().err and "9.99" not in files["document"].read_text()
+    assert files["picture"].read_bytes() == plot.picture(plot.Measured(speed_data()))
+
+
+def test_the_committed_document_and_picture_are_of_the_committed_results() -> None:
+    measured = plot.Measured(json.loads(plot.RESULTS.read_text()))
+    document = plot.DOCUMENT.read_text()
+    assert plot.filled(document, measured) == document, "run: python -m benchmarks.plot"
+    assert plot.identity(measured) in plot.PICTURE.read_text(), "run: python -m benchmarks.plot"
+
+
+def test_speed_rows_choose_structures(machine: HostKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the run writes is what the table is made of: of each structure the time with PDL and without trigger."""
+    made = {("list", True, False): 15.0, ("list", False, False): 1.0, ("list", True, True): 2.0, ("cluster", True, False): 17.0}
+    results = speed_results(h200_speed.Bench(torch.device("cpu"), replays=2), tmp_path)
+    for row in results.rows:
+        row["ours_us"] = made[row["structure"], row["pdl"], row["trigger"]] + row["tokens"]
+    results.save()
+    monkeypatch.setattr(choose_structures, "menu_specs", lambda: [(s, spec) for s in TWO_SHAPES for spec in specs_of(s, ("sm_90a",))])
+    found = choose_structures.read(results.path)
+    assert {(row.shape.experts, row.tokens, row.structure, row.us) for row in found} == {
+        (experts, tokens, structure, us + tokens)
+        for experts in (32, 64)
+        for tokens in (1, 9)
+        for structure, us in (("list", 15.0), ("cluster", 17.0))
+    }
+    assert len(found) == 8 and found == sorted(found)
+    results.rows.reverse()
+    results.save()
+    assert choose_structures.module(choose_structures.read(results.path)) == choose_structures.module(found)
+    assert list(choices(found).values()) == [{1: "list", 9: "list"}] * 2

@@ -39,8 +39,8 @@ from ..warp import FULL, LANES, Lanes, lanes_of
 
 MEMORY, ASYNC, ORDER, TENSOR = range(4)  # TENSOR is last: what is released to others are the views before it
 VIEWS = 4
-SLOTS = 64
-"""Barrier slots per CTA."""
+SLOTS = {True: 128, False: 64}
+"""Barrier slots per CTA, alone in its cluster or not: all clocks have room for those of the whole cluster."""
 
 Views = NDArray[np.int32]
 """int32 [VIEWS, components]."""
@@ -163,11 +163,12 @@ class Clocks:
 
     def __init__(self, ctas: int, warps: int, slot: int) -> None:
         self.ctas, self.warps, self.slot = ctas, warps, slot
+        self.slots = SLOTS[ctas == 1]
         threads = ctas * warps * LANES
         self.threads = threads
         """Components below are threads."""
         self._transactions = threads
-        self._queues = self._transactions + 2 * ctas * SLOTS
+        self._queues = self._transactions + 2 * ctas * self.slots
         self._loads = self._queues + ctas * warps
         self._allocs = self._loads + ctas * warps
         self._started = self._allocs + ctas * warps
@@ -175,7 +176,7 @@ class Clocks:
         self.size = self.dependency + 1
         owner = np.full(self.size, -1)
         owner[:threads] = np.repeat(np.arange(ctas), warps * LANES)
-        local_transactions = owner[self._transactions : self._queues].reshape(ctas, SLOTS, 2)
+        local_transactions = owner[self._transactions : self._queues].reshape(ctas, self.slots, 2)
         local_transactions[:, :, 0] = np.arange(ctas)[:, None]  # [.., 1], the remote ones, belong to nobody's CTA
         owner[self._queues : self._loads] = np.repeat(np.arange(ctas), warps)
         owner[self._loads : self._allocs] = np.repeat(np.arange(ctas), warps)
@@ -190,9 +191,9 @@ class Clocks:
         return cta * self.warps * LANES + thread
 
     def transactions(self, cta: int, slot: int, remote: bool) -> int:
-        if slot >= SLOTS:
-            raise NotImplementedError(f"more than {SLOTS} mbarriers in one CTA: raise SLOTS in emulator/sanitizer/clocks.py")
-        return self._transactions + 2 * (cta * SLOTS + slot) + remote
+        if slot >= self.slots:
+            raise NotImplementedError(f"more than {self.slots} mbarriers in one CTA: raise SLOTS in emulator/sanitizer/clocks.py")
+        return self._transactions + 2 * (cta * self.slots + slot) + remote
 
     def queue(self, cta: int, warp: int) -> int:
         return self._queues + cta * self.warps + warp
@@ -217,7 +218,7 @@ class Clocks:
             thread = component % per_cta
             return f"CTA {component // per_cta} thread {thread} (warp {thread // LANES})"
         if component < self._queues:
-            return f"asynchronous bytes for CTA {(component - self._transactions) // (2 * SLOTS)}"
+            return f"asynchronous bytes for CTA {(component - self._transactions) // (2 * self.slots)}"
         index = component - self._queues
         if component < self._loads:
             return f"MMA of CTA {index // self.warps} warp {index % self.warps}"
