@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +39,7 @@ class Cta:
         self.threads: int = launch.threads
         self.warp_count: int = -(-launch.threads // LANES)
         self.barriers: dict[int, NamedBarrier] = {}
+        self.tmem = TensorMemory()
         self.mma_warps: set[int] = set()
         """Warps that issued an MMA."""
         self.alive = True
@@ -49,11 +49,6 @@ class Cta:
         self._special = self._registers(launch.grid, launch.cluster, cluster_position)
         self._warp_ids = cluster.rng.sample(range(64), self.warp_count)  # %warpid is volatile: any values are allowed
         self.warps = [Warp(program, self, index) for index in range(self.warp_count)]
-
-    @functools.cached_property
-    def tmem(self) -> TensorMemory:
-        """Made when it is first used."""
-        return TensorMemory()
 
     def _registers(self, grid: Dim3, cluster: Dim3, cluster_position: Dim3) -> dict[str, int]:
         values: dict[str, int] = {}

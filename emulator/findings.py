@@ -46,6 +46,10 @@ CATALOGUE: dict[str, tuple[Severity, str]] = {
     "E-T5-ALLOC": ("error", "TMEM allocation rules broken: size, growth, permit, missing or double dealloc, access outside"),
     "E-T5-ORDER": ("error", "tcgen05 accesses without the commit, wait::ld or tcgen05.fence that orders them"),
     "A-T5-ALLOC-FENCE": ("assumption", "TMEM used by another warp than the allocating one without tcgen05 fences since the alloc"),
+    "A-T5-PERMIT": (
+        "assumption",
+        "a CTA waits for another one while it holds the right to allocate TMEM: a CTA beside it on the SM may wait for that right",
+    ),
     "A-COMMIT-EXIT": ("assumption", "a CTA exits although nobody waited for the last arrivals of tcgen05.commit on one of its mbarriers"),
     "E-T5-LANE": ("error", "tcgen05.ld outside the warp's lane quarter, or with a non-uniform address"),
     "E-T5-ISSUE": ("error", "MMA or commit from several lanes, or a commit by a thread that issued no MMA while others did"),

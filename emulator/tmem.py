@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,15 @@ def valid_columns(columns: int) -> bool:
 class TensorMemory:
     """Cells and allocations. Address: lane in bits 31-16, column in bits 15-0."""
 
-    cells: NDArray[np.uint32] = dataclasses.field(default_factory=lambda: np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32))
     allocations: dict[int, int] = dataclasses.field(default_factory=dict)
     """First column -> number of columns."""
     last_request: int = COLUMNS
     relinquished: bool = False
+
+    @functools.cached_property
+    def cells(self) -> NDArray[np.uint32]:
+        """[lane, column]; made when it is first used."""
+        return np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
 
     def place(self, columns: int, rng: np.random.Generator) -> int | None:
         """A random free base, multiple of 32; None where nothing fits. On hardware a lone CTA usually gets 0: code must not rely on it."""

@@ -318,6 +318,8 @@ def _cluster_wait(decoder: Decoder, instruction: Instruction) -> Execute:
         barrier = cluster.barrier
         if aligned:
             whole_warp(fragment, lanes, aligned=True)
+        if warp.cta.tmem.allocations and not warp.cta.tmem.relinquished:
+            cluster.report("A-T5-PERMIT", f"CTA {warp.cta.rank} waits for its cluster while it holds the right to allocate TMEM")
         if lanes.bits & ~barrier.owed.get(warp.number, 0):
             cluster.report("E-SYNC", "barrier.cluster.wait without a preceding arrive")
             return None

@@ -224,6 +224,13 @@ EDITS = {
         {"E-T5-ALLOC"},
     ),
     "33 columns": (("[%r22], 32;", "[%r22], 33;"), {"E-T5-ALLOC"}),
+    "a wait for the cluster with the permit held": (
+        (
+            "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;\n    ALLOC:",
+            "ALLOC: barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;",
+        ),
+        {"A-T5-PERMIT"},
+    ),
     "alloc after relinquish": (
         (
             "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
