@@ -29,7 +29,9 @@ def first_box_count(spec: KernelSpec) -> int:
     return min(FIRST_BOXES, spec.split.unit_blocks)
 
 
-CODES = list({spec.code: spec for _, spec in menu_specs()}.values())
+ALL_CODES = list({spec.code: spec for _, spec in menu_specs()}.values())
+CODES = [spec for spec in ALL_CODES if spec.structure == "cluster"]
+LIST_CODES = [spec for spec in ALL_CODES if spec.structure == "list"]
 
 
 @functools.cache
@@ -171,7 +173,7 @@ def test_synchronisation(spec: KernelSpec) -> None:
     assert len(entry.find("barrier.cluster.arrive", "relaxed")) == len(entry.find("barrier.cluster.arrive")) == roles
     assert len(entry.find("barrier.cluster.wait", "acquire")) == roles
     assert len(entry.find("fence.mbarrier_init")) == 2, "the producer's full barriers, another warp's others"
-    assert len(entry.find("griddepcontrol.wait")) == roles
+    assert len(entry.find("griddepcontrol.wait")) == 2, "producer and consumers; the MMA warp touches no global memory"
     assert not entry.find("griddepcontrol.launch_dependents")
     assert len(entry.find("fence.proxy.async")) >= 2, "token rows and hidden rows; the compiler may duplicate a path"
     assert len([s for s in entry.find("mbarrier.try_wait") if "cluster" in s.parts]) == 1, "only the sums come from other CTAs"
@@ -215,3 +217,49 @@ def test_wgmma(spec: KernelSpec) -> None:
     fixed = (1 << 62) | (1024 >> 4 << 32) | (1 << 16)
     words = {w % 2**64 for s in entry.find("or.b64") for w in immediates(entry, s.operands[2]) or ()}
     assert words == {fixed}
+
+
+# ---------------------------------------------------------------------------------------------------------- List structure
+
+
+@pytest.fixture(params=LIST_CODES, ids=lambda spec: spec.code_name)
+def work_list(request: pytest.FixtureRequest) -> KernelSpec:
+    result: KernelSpec = request.param
+    return result
+
+
+def test_list_launch(work_list: KernelSpec) -> None:
+    """One CTA per SM, no clusters, one ticket; dependents start early only behind the launch's flag."""
+    entry = ptx(work_list)
+    assert entry.block == (work_list.block_threads, 1, 1) and entry.min_ctas == 1 and entry.shared_align == 1024
+    assert not entry.find("barrier.cluster") + entry.find("st.async") + entry.find("mapa")
+    assert len(entry.find("atom")) == len(entry.find("atom", "relaxed", "gpu", "global", "add", "u64")) == 1
+    triggers = entry.find("griddepcontrol.launch_dependents")
+    assert len(triggers) == 1
+    assert len(entry.find("griddepcontrol.wait")) == 2, "the producer, and all others that touch global memory"
+
+
+def test_list_weight_stream(work_list: KernelSpec) -> None:
+    """Boxes: the first stages, the rest of the first deal, the other deals, the tiles. With each unit its block scales."""
+    entry, plan = ptx(work_list), work_list.work_list
+    boxes = entry.find("cp.async.bulk.tensor", "3d")
+    assert all("L2::cache_hint" in s.parts for s in boxes)
+    per_stage1 = 1 if work_list.layout == "trtllm_gen" else 2
+    per_stage2 = 1 if work_list.layout == "trtllm_gen" and plan.blocks2 % 2 == 0 else 2
+    assert len(boxes) == (FIRST_BOXES + 2) * per_stage1 + per_stage2 + plan.blocks2 % 2
+    scales = [s for s in entry.find("cp.async.bulk") if "tensor" not in s.parts]
+    assert {immediate(entry, s.operands[2]) for s in scales} >= {4 * plan.unit_blocks}
+    assert all(size is not None and size % 16 == 0 for size in (immediate(entry, s.operands[2]) for s in scales))
+
+
+def test_list_mmas(work_list: KernelSpec) -> None:
+    """64 rows x 8 or 16 tokens, four k32 steps per K block; two K blocks per stage and a last single one where their number is odd."""
+    entry, plan = ptx(work_list), work_list.work_list
+    if work_list.engine == "hopper":
+        mmas = entry.find("wgmma.mma_async", f"m64n{plan.columns}k32", "e4m3")
+        assert len(mmas) == len(entry.find("wgmma.mma_async")) == 8 + 8 * (plan.blocks2 > 1) + 4 * (plan.blocks2 % 2)
+    else:
+        mmas = entry.find("tcgen05.mma", "kind::f8f6f4", "cta_group::1")
+        assert len(mmas) == len(entry.find("tcgen05.mma")) and len(mmas) % 4 == 0 and mmas
+        described = {immediate(entry, s.operands[3]) for s in mmas}
+        assert described == {(1 << 4) | (plan.columns // 8 << 17) | (64 // 16 << 24)}

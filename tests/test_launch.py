@@ -25,6 +25,8 @@ from tests.fake_driver import B200, H200, FakeDriver, fake_artifacts, install
 from tests.fake_tensors import DLPack
 from tests.test_tensors import OnGpu, on_gpu
 
+pytestmark = pytest.mark.usefixtures("nothing_measured")
+
 GLM: dict[str, Any] = {"hidden": 4096, "inter": 512, "experts": 288, "top_k": 8}
 QWEN: dict[str, Any] = {"hidden": 2048, "inter": 768, "experts": 128, "top_k": 8}
 STREAM = 0xABC0

@@ -24,6 +24,8 @@ from megamoe_aot.menu import LEAD, QWEN3_30B
 from megamoe_aot.selection import Query, select
 from tests.fake_driver import B200, B300, H200, RTX, FakeDriver, fake_artifacts, install
 
+pytestmark = pytest.mark.usefixtures("nothing_measured")
+
 GLM: dict[str, Any] = {"hidden": 4096, "inter": 512, "experts": 288, "top_k": 8}
 QWEN: dict[str, Any] = {"hidden": 2048, "inter": 768, "experts": 128, "top_k": 8}
 

@@ -176,4 +176,4 @@ def test_round_trip_and_code() -> None:
         assert KernelSpec.from_dict(spec.to_dict()) == spec
         assert spec.code.limit is None and spec.code.scale == 1.0
     assert len({s.name for s in MENU}) == len(MENU)
-    assert len({s.code_name for s in MENU}) == len({s.code for s in MENU}) == 16
+    assert len({s.code_name for s in MENU}) == len({s.code for s in MENU}) == 120  # 5 shapes, 2 targets, 2 layouts, 2 dtypes, 3 structures

@@ -1,4 +1,4 @@
-"""A call of a menu entry as the emulator takes it: buffers, parameters and tensor maps, and the reference of its routes.
+"""A call of a cluster entry as the emulator takes it (list_call.py has the list structure): buffers, parameters and tensor maps, and the reference of its routes.
 
 The weights are those of seed 0, the activations those of the call's seed, as in every GPU run (``benchmarks/expected.py``).
 Only the experts that the reference's routing chooses for the emulated routes exist: a kernel that reads another expert meets a hole.
@@ -20,7 +20,7 @@ from benchmarks.expected import Call, inputs_of, weights_problem
 from emulator import Buffer, Launch, Pointer, SparseBuffer, TensorMap
 from emulator.config import Parameter
 from megamoe_aot import tensor_map
-from megamoe_aot.abi import FLAG_GATE_FIRST, FLAG_UE8M0, PARAMETERS
+from megamoe_aot.abi import FLAG_GATE_FIRST, FLAG_UE8M0
 from megamoe_aot.agreement import Report, compare
 from megamoe_aot.reference import MoeResult, Options, evaluate, route
 from megamoe_aot.shared_memory import STAGE_BYTES
@@ -62,7 +62,14 @@ class EmulatedCall:
         """Of the reference, with the engine's own arithmetic and order."""
         o = self.options
         self.routing = route(
-            self.inputs.logits, self.inputs.bias, scoring=o.scoring, top_k=o.top_k, renormalise=o.renormalise, scale=o.scale
+            self.inputs.logits,
+            self.inputs.bias,
+            scoring=o.scoring,
+            top_k=o.top_k,
+            renormalise=o.renormalise,
+            scale=o.scale,
+            n_group=o.n_group,
+            topk_group=o.topk_group,
         )
         """The reference's: it says which experts exist."""
         self._weights = weights_problem(self.spec, call.case)
@@ -112,7 +119,7 @@ class EmulatedCall:
         return buffers
 
     def parameters(self, flags: int = 0) -> list[Parameter]:
-        """In the order of :data:`megamoe_aot.abi.PARAMETERS`. The maps are the objects that the loader encodes.
+        """In the order of the spec's ABI. The maps are the objects that the loader encodes.
 
         ``flags``: set beside the entry's own, also such as no launch of this entry sets.
         """
@@ -126,7 +133,7 @@ class EmulatedCall:
         }
         if self.inputs.bias is None:
             special["bias"] = Pointer(None)
-        return [special.get(parameter.name, Pointer(parameter.name)) for parameter in PARAMETERS]
+        return [special.get(parameter.name, Pointer(parameter.name)) for parameter in self.spec.parameters]
 
     def _pack(self, expert: int) -> Packed:
         """One expert in the entry's layout (E = 1)."""
