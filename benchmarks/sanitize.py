@@ -63,7 +63,7 @@ def launch(spec: KernelSpec, weights: torch.Tensor, tokens: int) -> str:
     """One launch into outputs full of 0xFF; what is wrong with the result, or nothing."""
     device = weights.device
     (layer,) = layers_of(weights, spec, 1)
-    picks = random_picks(1, tokens, spec.top_k, spec.experts, seed=0)[0]
+    picks = random_picks(1, tokens, spec.top_k, spec.experts, seed=0, groups=spec.groups, top_groups=spec.top_groups)[0]
     x = torch.randn(tokens, spec.hidden, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
     logits = logits_for(picks, spec.experts, seed=0).to(LOGITS_DTYPES[spec.logits_dtype]).to(device)
     bias = None if spec.scoring == "softmax" else bias_for(spec.experts, seed=0).to(device)

@@ -1,1 +1,0 @@
-"""Working prototypes with their measurements: not built, not in the menu, not in the wheel."""
