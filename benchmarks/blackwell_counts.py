@@ -67,7 +67,7 @@ def chain_of(spec: KernelSpec) -> list[str]:
 def roles_of(spec: KernelSpec) -> dict[str, Sequence[int]]:
     """Role -> its warps."""
     if spec.structure == "cluster":
-        return {role: tuple(warps) for role, warps in run.ROLES[spec.arch].items()}
+        return {role: tuple(warps) for role, warps in run.ROLES[spec.structure, spec.arch].items()}
     plan = spec.work_list
     roles: dict[str, Sequence[int]] = {"MMA": range(4), "hidden": range(4, 8), "producer": (8,), "list": (9,)}
     if spec.engine == "blackwell":
