@@ -82,7 +82,7 @@ def emulate(all_routes: bool) -> bool:
     """Run the lead entry's Blackwell PTX in the emulator, sanitizer on, and compare with the reference; False if something is wrong."""
     from verification.run import main as run
 
-    first = next(entry for entry in mm.menu() if entry.spec.arch == "sm_100f")
+    first = next(entry for entry in mm.menu() if (entry.spec.arch, entry.spec.structure) == ("sm_100f", "cluster"))
     routes = [] if all_routes else ["--routes", "0"]
     arguments = ["--artifacts", str(FOLDER), "--entry", first.spec.name, "--tokens", "1", "--jobs", "2", *routes]
     print(f"emulating {first.title} for {first.spec.arch}, M = 1, {'all routes' if all_routes else 'route 0 (--all-routes for all)'} ...")

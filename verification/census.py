@@ -321,7 +321,7 @@ LINES = (
 """The table. Local memory has no terms: any is a problem. So is any call beyond those of the slow paths and guards."""
 
 UNDERIVED = {
-    "proxy fence": "initialising barriers takes fences that no rule predicts; that each fence of the PTX is there shows in CTA memory fence",
+    "proxy fence": "initialising barriers takes fences that no rule predicts; that the PTX's are there shows in CTA memory fence",
     "reciprocal approximation": "integer divisions by numbers of the launch, and divisions by constants in registers",
     "warp maximum": "copies of the routing's loops",
     "warp minimum": "copies of the routing's loops",
@@ -342,8 +342,7 @@ WITHOUT_SASS = {
 """Counters that matter, but that have no SASS instruction of their own -> rule."""
 
 PLAIN_PTX = frozenset(
-    "abs add and bfind bra brev cvt cvta fma ld.param mad max min mov mul neg not or popc ret selp setp shl shr sub xor".split()
-    + ["div.u32"],
+    "abs add and bfind bra brev cvt cvta fma ld.param mad max min mov mul neg not or popc ret selp setp shl shr sub xor div.u32".split()
 )
 """PTX opcodes without an effect outside registers and the program counter."""
 
@@ -461,7 +460,9 @@ def table_of(census: Census) -> Table:
         table.add_column(column, justify="right" if justify == "right" else "left")
     for row in census.rows:
         counted = ", ".join(f"{number} {name}" for name, number in row.ptx.items())
-        table.add_row(row.what, counted, str(row.expected), str(row.sass), ", ".join(row.rules) if row.judged else "not judged", style=_style(row))
+        table.add_row(
+            row.what, counted, str(row.expected), str(row.sass), ", ".join(row.rules) if row.judged else "not judged", style=_style(row)
+        )
     return table
 
 

@@ -2,8 +2,8 @@
 
     python -m verification.golden [--out FOLDER] [--commit HASH]
 
-Run it from the repository root on a machine with a Hopper GPU. Every Hopper entry of the manifest runs SEEDS random inputs and the hard
-inputs, one token each. Inputs are not stored: seed and case say how ``tests/data.py`` makes them (weights are always those of seed 0).
+Run it from the repository root on a machine with a Hopper GPU. Every Hopper cluster entry of the manifest runs SEEDS random inputs and the
+hard inputs, one token each. Inputs are not stored: seed and case say how ``tests/data.py`` makes them (weights are always those of seed 0).
 
 | file | what |
 |---|---|
@@ -198,7 +198,7 @@ def main() -> int:
     manifest = Manifest.load()
     device = torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
-    entries = [e for e in manifest.entries if e.spec.arch == "sm_90a" and runs_on(e.spec.arch, capability)]
+    entries = [e for e in manifest.entries if e.spec.structure == "cluster" and e.spec.arch == "sm_90a" and runs_on("sm_90a", capability)]
     entries.sort(key=lambda e: (e.model, e.spec.layout, e.spec.w13_order))  # neighbours share their weights
     if not {e.spec.name for e in entries} >= set(WHOLE):
         sys.exit(f"{manifest.folder} has no entries {WHOLE} that run on capability {capability}")

@@ -1,4 +1,4 @@
-"""A call of a cluster entry as the emulator takes it (list_call.py has the list structure): buffers, parameters and tensor maps, and the reference of its routes.
+"""A call of a cluster entry as the emulator takes it: buffers, parameters, tensor maps, reference. See list_call.py for the list structure.
 
 The weights are those of seed 0, the activations those of the call's seed, as in every GPU run (``benchmarks/expected.py``).
 Only the experts that the reference's routing chooses for the emulated routes exist: a kernel that reads another expert meets a hole.

@@ -4,7 +4,7 @@
                                [--hard CASE] [--checks IDS | --no-checks] [--jobs N] [--timeline FILE] [--json FILE]
     python -m verification run --full        # what the project claims; writes benchmarks/results/emulator_runs.json
 
-A cluster entry runs the clusters of some routes. A list entry runs a whole launch on a small grid, --ctas, whose CTAs are all alive at once.
+A cluster entry runs the clusters of some routes. A list entry runs a whole launch on a small grid (--ctas) of co-resident CTAs.
 
 What runs is the PTX beside each cubin, after its sha256 has been found to be the one that the manifest ties to the cubin. The
 reference has the engine's own arithmetic: wgmma's 13 bits on Hopper; exact dots on Blackwell, from which the contract's bounds do not
@@ -16,12 +16,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -154,8 +158,8 @@ def full_plan(manifest: Manifest, jobs: int) -> Iterator[Job]:
     """What the project claims.
 
     Cluster: every entry on a route of two tokens, those of two models on three; the lead model's first cubin of each arch, whole, under
-    five schedules, and on hard inputs. List: the first 8-column entry of three models and each arch, one token, whole; for one model also
-    three tokens, with the dependents launched early.
+    five schedules, and on hard inputs. List: the first 8-column entry of three models and each arch, one token, whole; of one model on
+    Blackwell also three tokens, with the dependents launched early.
     """
     clusters = [entry for entry in manifest.entries if entry.spec.structure == "cluster"]
     for entry in clusters:
@@ -169,10 +173,10 @@ def full_plan(manifest: Manifest, jobs: int) -> Iterator[Job]:
         for case in hard_cases(entry.spec):
             yield entry, Call(2, 0, case), (BAD_TOKEN * entry.spec.top_k, entry.spec.top_k), Schedule(jobs=jobs)
     lists = {(e.model, e.spec.arch): e for e in reversed(manifest.entries) if e.model in LIST_MODELS and e.spec.columns == 8}
-    for (model, _), entry in sorted(lists.items()):
+    early = Schedule(checks=Checks(dependents_wait=True), flags=FLAG_TRIGGER)
+    yield lists[QWEN3_30B.model, "sm_100f"], Call(3, 0), None, early  # the longest first
+    for _, entry in sorted(lists.items()):
         yield entry, Call(1, 0), None, Schedule()
-        if model == QWEN3_30B.model:
-            yield entry, Call(3, 0), None, Schedule(checks=Checks(dependents_wait=True), flags=FLAG_TRIGGER)
 
 
 def chosen_plan(manifest: Manifest, arguments: argparse.Namespace) -> Iterator[Job]:
@@ -202,15 +206,31 @@ def without_routes(manifest: Manifest, arguments: argparse.Namespace) -> int:
     return sum(e.spec.structure == "list" for e in fits) if arguments.routes is not None else 0
 
 
-def carry_out(manifest: Manifest, plan: Iterator[Job], console: Console, ctas: int = CTAS) -> Iterator[Verdict]:
-    """Run a plan, line by line. Entries keep their call's data from job to job."""
+def carry_out(manifest: Manifest, plan: Sequence[Job], console: Console, ctas: int = CTAS, jobs: int = 1) -> Iterator[Verdict]:
+    """Run a plan, line by line. What cannot be split, a list launch or a single route, comes last: ``jobs`` such runs at a time."""
+    whole = [job for job in plan if jobs > 1 and (job[0].spec.structure == "list" or (job[2] is not None and len(job[2]) == 1))]
+    if len(whole) < 2:
+        whole = []
     last: EmulatedCall | None = None
-    for entry, call, routes, schedule in plan:
-        if last is None or (last.entry_spec, last.call) != (entry.spec, call):
+    for entry, call, routes, schedule in (job for job in plan if job not in whole):
+        if last is None or (last.entry_spec, last.call) != (entry.spec, call):  # entries keep their call's data from job to job
             last = call_of(entry.spec, call, ctas)
         verdict = verify(last, ptx_of(manifest, entry), routes, schedule)
         console.print(_line(verdict.row), highlight=False, soft_wrap=True)
         yield verdict
+    if whole:
+        spawn = multiprocessing.get_context("spawn")  # a forked process must not enter torch's thread pool
+        with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for verdict in pool.map(functools.partial(_alone, manifest.folder, ctas), whole):
+                console.print(_line(verdict.row), highlight=False, soft_wrap=True)
+                yield verdict
+
+
+def _alone(folder: Path, ctas: int, job: Job) -> Verdict:
+    """One job, in a process of a pool."""
+    entry, call, routes, schedule = job
+    ptx = ptx_of(Manifest.load(folder), entry)
+    return verify(call_of(entry.spec, call, ctas), ptx, routes, dataclasses.replace(schedule, jobs=1))
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -267,7 +287,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--entry", default="", help="entries whose name contains this")
     made.add_argument("--arch", choices=("sm_90a", "sm_100f"))
     made.add_argument("--tokens", type=int, default=1, help="M (default 1)")
-    made.add_argument("--routes", type=_numbers, help="clusters to run: token * K + rank, separated by commas (default: all); list entries have none")
+    made.add_argument(
+        "--routes", type=_numbers, help="clusters to run: token * K + rank, separated by commas (default: all); list entries have none"
+    )
     made.add_argument("--ctas", type=int, default=CTAS, help=f"grid of a list entry's launch, at least M (default {CTAS})")
     made.add_argument("--input-seed", type=int, default=0)
     made.add_argument("--seeds", type=int, default=1, help="how many scheduler seeds")
@@ -300,11 +322,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{left_out} list entries are left out: --routes does not apply to them, their launches run whole", highlight=False)
     plan = list(full_plan(manifest, chosen.jobs) if chosen.full else chosen_plan(manifest, chosen))
     if not plan:
-        made.error(f"no entry of {manifest.folder} fits --entry {chosen.entry!r} --arch {chosen.arch} --hard {chosen.hard!r} --tokens {chosen.tokens}")
+        made.error(f"no entry fits --entry {chosen.entry!r} --arch {chosen.arch} --hard {chosen.hard!r} --tokens {chosen.tokens}")
     path = chosen.json or (results.FOLDER / "emulator_runs.json" if chosen.full else None)
     header = results.header(manifest)
     rows: list[dict[str, Any]] = []
-    for verdict in carry_out(manifest, iter(plan), console, chosen.ctas):
+    for verdict in carry_out(manifest, plan, console, chosen.ctas, chosen.jobs):
         if chosen.timeline and not rows:
             next(iter(verdict.outcome.result.timelines.values())).save_svg(chosen.timeline)
             console.print(f"timeline of the first cluster: {chosen.timeline}")

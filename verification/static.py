@@ -26,12 +26,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich.console import Console
 from rich.table import Table
 
 from megamoe_aot import abi, tensor_map
+from megamoe_aot.finalize import CodeSpec
 from megamoe_aot.manifest import Manifest
 from megamoe_aot.spec import ENGINES, KernelSpec
 
@@ -210,6 +211,11 @@ def _findings(report: dict[str, Any]) -> tuple[str, ...]:
     return tuple(found.values())
 
 
+def is_cluster(spec: CodeSpec) -> TypeGuard[KernelSpec]:
+    """True for the kernels that can be asked about, on Blackwell."""
+    return isinstance(spec, KernelSpec) and spec.structure == "cluster"
+
+
 @dataclasses.dataclass(frozen=True)
 class Question:
     """One artifact, ready to be asked about: one route, because clusters share nothing but global memory that each writes alone."""
@@ -222,7 +228,9 @@ class Question:
     def of(cls, manifest: Manifest, sha256: str) -> Question:
         """Raises ValueError where the PTX is missing or another one, or cannot be normalised."""
         record = manifest.cubins[sha256]
-        spec = next(entry.spec for entry in manifest.entries if entry.cubin == sha256)
+        spec = manifest.spec_of(sha256)
+        if not is_cluster(spec):
+            raise ValueError(f"{record.code} is no kernel of the cluster structure, the only one for which there is a launch description")
         return cls(record.code, normalise(read_ptx(manifest, sha256), spec), launch_input(spec, record.symbol))
 
 
@@ -242,8 +250,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     manifest = Manifest.load(options.artifacts)
     chosen = {sha: record for sha, record in manifest.cubins.items() if options.entry in record.code}
-    questions = [Question.of(manifest, sha) for sha, record in chosen.items() if ENGINES[record.arch] == "blackwell"]
-    if skipped := len(chosen) - len(questions):
+    clusters = [sha for sha in chosen if is_cluster(manifest.spec_of(sha))]
+    if skipped := len(chosen) - len(clusters):
+        console.print(f"{skipped} list and finalize kernels are not asked about: their PTX has forms that no change here covers")
+    questions = [Question.of(manifest, sha) for sha in clusters if ENGINES[chosen[sha].arch] == "blackwell"]
+    if skipped := len(clusters) - len(questions):
         console.print(f"{skipped} Hopper artifacts are not asked about: sentryward has no semantics for wgmma")
     verdicts = []
     for question in sorted(questions, key=lambda q: q.name):

@@ -20,7 +20,8 @@ from tests.built import lead, lead_spec
 from verification import census, disassembly
 from verification.disassembly import SassInstruction, read_listing
 
-CODES = list({spec.code: spec for _, spec in menu_specs()}.values())
+CODES = [spec for _, spec in menu_specs() if (spec.layout, spec.logits_dtype) == ("trtllm_gen", "bf16") and spec.columns != 16]
+"""Of every model, arch and structure one."""
 
 
 @functools.cache
@@ -32,11 +33,16 @@ def manifest() -> Manifest:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", CODES, ids=lambda spec: spec.code_name)
-def test_every_artifact_is_explained(spec: KernelSpec) -> None:
+def test_artifacts_are_explained(spec: KernelSpec) -> None:
+    """A part of ``python -m verification census``."""
     sha = next(entry.cubin for entry in manifest().entries if entry.spec.code == spec.code)
     found = census.census_of(manifest(), sha)
     assert found.problems == ()
-    assert len(found.rows) > 35
+    judged = [row.what for row in found.rows if row.judged]
+    assert len(judged) > 30 and all(row.ok for row in found.rows)
+    assert {row.what for row in found.rows} - set(judged) <= (set(census.UNDERIVED) if spec.structure == "list" else set())
+    if spec.structure == "list":
+        assert {"bulk copy", "packet load", "ticket", "shared minimum", "named barrier, arrive", "TMA load, 3-D"} <= set(judged)
 
 
 # ---- numbers that follow from the spec, not from the census' own table ----
@@ -59,7 +65,8 @@ def test_common_counts_follow_from_the_spec(arch: str) -> None:
     assert found["SYNCS.EXCH.64"] == sum(number for number, _ in spec.shared.barrier_counts.values())
     assert found["SYNCS.ARRIVE.TRANS64"] == found["UTMALDG.3D"] + 1  # every box and the remote sums announce their bytes
     roles = {"sm_90a": 2, "sm_100f": 3}[arch]  # producer and consumers, on Blackwell the MMA warp too
-    assert found["ACQBULK"] == found["UCGABAR_ARV"] == found["UCGABAR_WAIT"] == roles
+    assert found["UCGABAR_ARV"] == found["UCGABAR_WAIT"] == roles
+    assert found["ACQBULK"] == 2  # producer and consumers: the MMA warp touches nothing of the preceding kernel
     assert found["STG.E"] == 2  # one id, one weight
     assert found["LDG.E.64"] == spec.split.unit_blocks // 4  # a warp quantises every fourth block of the token
 
@@ -237,7 +244,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (artifact,) = written["artifacts"]
     assert (artifact["code"], artifact["problems"]) == (name, [])
     mma = next(row for row in artifact["rows"] if row["what"] == "MMA (wgmma)")
-    assert (mma["ptx"], mma["expected"], mma["sass"], mma["ok"]) == ({"wgmma": 24}, 24, 24, True)
+    assert (mma["ptx"], mma["expected"], mma["sass"], mma["ok"]) == ({"wgmma n8": 24}, 24, 24, True)
     assert {rule for row in artifact["rows"] for rule in row["rules"]} <= set(written["rules"])
     assert "1 artifacts" in capsys.readouterr().out
 

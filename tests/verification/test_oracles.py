@@ -25,9 +25,12 @@ from build_kernels import ARTIFACTS
 from emulator import mma, parser
 from emulator.config import TCGEN05, WGMMA, Dot
 from kernels.build import ptx as build_ptx
+from megamoe_aot.manifest import Manifest
+from tests.verification.one_of_each import one_of_each
 
 K = mma.STEP
-PTX_FILES = sorted(ARTIFACTS.glob("*.ptx"))
+
+PTX_FILES = [ARTIFACTS / f"{sha}.ptx" for sha in one_of_each(Manifest.load(ARTIFACTS))]
 
 Codes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -287,7 +290,7 @@ def test_emulator_parser(path: Path) -> None:
     for index, i in enumerate(parser.parse(path.read_text()).kernel().instructions):
         guard = "" if i.guard is None else "!" * i.guard[1] + i.guard[0]
         ours.append((index, guard, i.opcode, tuple(map(emulator_operand, i.operands))))
-    assert len(theirs) > 1000
+    assert len(theirs) > 50  # a finalize kernel is short
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == other
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks.expected import Call
-from emulator import Pointer, SparseBuffer, TensorMap
+from emulator import Finding, Pointer, SparseBuffer, TensorMap
+from emulator.findings import Where
 from megamoe_aot import abi, tensor_map
 from megamoe_aot.errors import DamagedArtifactError
 from megamoe_aot.manifest import Entry, Manifest
@@ -104,7 +105,7 @@ def test_the_reference_of_some_routes_is_that_of_the_whole_call() -> None:
 
 def test_every_barrier_and_region_has_a_label() -> None:
     for shape in (LEAD, QWEN3_30B):
-        for spec in specs_of(shape):
+        for spec in specs_of(shape, structures=("cluster",)):
             labels = shared_labels(spec)
             shared = spec.shared
             barriers = sum(number for number, _ in shared.barrier_counts.values())
@@ -162,9 +163,29 @@ def test_a_run_of_nothing_is_an_error(arguments: list[str], capsys: pytest.Captu
 
 def test_the_full_plan_runs_what_the_project_claims() -> None:
     plan = list(run.full_plan(manifest(), jobs=1))
-    assert {entry.spec.name for entry, *_ in plan} == {entry.spec.name for entry in manifest().entries}
+    clusters = {entry.spec.name for entry in manifest().entries if entry.spec.structure == "cluster"}
+    assert {entry.spec.name for entry, *_ in plan if entry.spec.structure == "cluster"} == clusters
     for arch in ("sm_90a", "sm_100f"):
-        mine = [(call, routes, schedule) for entry, call, routes, schedule in plan if entry.spec.arch == arch and entry.model == LEAD.model]
+        here = [job for job in plan if job[0].spec.arch == arch]
+        mine = [job[1:] for job in here if job[0].model == LEAD.model and job[0].spec.structure == "cluster"]
         whole = {schedule for _, routes, schedule in mine if routes is None}
         assert len(whole) == 5 == len({(s.policy, s.seed) for s in whole}) and all(s.checks == Schedule().checks for s in whole)
         assert {call.case for call, *_ in mine} - {""} == set(HARD_INPUTS)
+        lists = [
+            (e.spec.hidden, e.spec.inter) for e, call, routes, _ in here if e.spec.columns == 8 and call.tokens == 1 and routes is None
+        ]
+        assert sorted(lists) == [(2048, 512), (2048, 768), (4096, 512)]
+    assert [call.tokens for _, call, _, schedule in plan if schedule.flags == abi.FLAG_TRIGGER] == [3]
+
+
+def test_routes_leave_list_entries_out_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--entry", "h2048_i512_e256_k8_softmax_trtllm_gen_bf16_list8_sm_90a", "--routes", "0"])
+    assert "1 list entries are left out" in capsys.readouterr().out
+
+
+def test_only_half_tiles_are_tolerated() -> None:
+    where = Where(cluster=0, cta=0, warp=0, line=1, text="")
+    half, full = (next(e.spec for e in manifest().entries if e.spec.hidden == h and e.spec.arch == "sm_100f") for h in (7168, 4096))
+    said, other = Finding("E-UNINIT", run.HALF_TILE, where), Finding("E-UNINIT", "read of shared memory that nobody wrote", where)
+    assert run.tolerated(half, said) and not run.tolerated(half, other) and not run.tolerated(full, said)
