@@ -60,7 +60,8 @@ class Lint:
 def lint(spec: KernelSpec) -> Lint:
     """Compile ``spec.code`` once more, with the linter on, in a process of its own. Raises LintError."""
     with tempfile.TemporaryDirectory(prefix="megamoe_lint_") as folder:
-        log = run_linted([sys.executable, "-m", "kernels.build.compile", folder], json.dumps(spec.code.to_dict()))
+        asked = json.dumps({"kind": type(spec).__name__, "fields": spec.code.to_dict()})
+        log = run_linted([sys.executable, "-m", "kernels.build.compile", folder], asked)
         ptx = (Path(folder) / "kernel.ptx").read_bytes()
     return Lint(spec.code_name, hashlib.sha256(ptx).hexdigest(), read_warnings(log))
 

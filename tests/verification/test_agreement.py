@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -175,14 +176,15 @@ SMALL_MAPS = [dataclasses.replace(spec, dims=(*spec.dims[:2], 3)) for spec in te
 
 
 def image_by_hand(spec: TensorMapSpec, data: np.ndarray, c: tuple[int, int, int]) -> np.ndarray:
-    """Byte by byte: the box's rows of 128 bytes, zeros outside the tensor, chunk j of row r at j ^ (r % 8)."""
+    """Byte by byte: the box's slices of rows of 128 bytes, zeros outside the tensor, chunk j of row r at j ^ (r % 8)."""
     image = np.zeros(spec.box_bytes, np.uint8)
     inside = range(max(0, -c[0]), min(128, spec.dims[0] - c[0]))
-    for r in range(spec.box[1]):
-        if 0 <= c[1] + r < spec.dims[1] and 0 <= c[2] < spec.dims[2]:
-            start = c[2] * spec.strides[1] + (c[1] + r) * spec.strides[0] + c[0]
+    for z, r in itertools.product(range(spec.box[2]), range(spec.box[1])):
+        if 0 <= c[1] + r < spec.dims[1] and 0 <= c[2] + z < spec.dims[2]:
+            start = (c[2] + z) * spec.strides[1] + (c[1] + r) * spec.strides[0] + c[0]
+            line = 128 * (spec.box[1] * z + r)
             for i in inside:
-                image[128 * r + 16 * (i // 16 ^ r % 8) + i % 16] = data[start + i]
+                image[line + 16 * (i // 16 ^ r % 8) + i % 16] = data[start + i]
     return image
 
 
