@@ -533,7 +533,7 @@ def evaluate(
     """:func:`moe_reference` with weights that are fetched, or generated, one expert at a time."""
     if x.dtype != torch.bfloat16 or x.dim() != 2:
         raise TypeError(f"x must be BF16 [M, H]; got {x.dtype} {list(x.shape)}")
-    routing = _routing(logits, bias, options, ids, weights)
+    routing = routing_of(logits, bias, options, ids, weights)
     if len(routing.ids) != len(x):
         raise ValueError(f"x has {len(x)} tokens, the routing {len(routing.ids)}")
     layer = Layer(*quantise_tokens(x.cpu(), ue8m0=options.ue8m0), source, options)
@@ -545,7 +545,12 @@ def evaluate(
     return _collect(routes, routing, layer)
 
 
-def _routing(logits: Tensor | None, bias: Tensor | None, o: Options, ids: Tensor | None, weights: Tensor | None) -> Routing:
+def routing_of(logits: Tensor | None, bias: Tensor | None, o: Options, ids: Tensor | None = None, weights: Tensor | None = None) -> Routing:
+    """A call's routing: :func:`route` with the options' scoring, or the precomputed ids and weights [M, K].
+
+    Raises:
+        ValueError: what the scoring needs is missing, or what it does not take is given.
+    """
     if o.scoring == "precomputed":
         if ids is None or weights is None or ids.shape != weights.shape or ids.shape[1] != o.top_k or bool((ids < -1).any()):
             raise ValueError(f"precomputed scoring needs ids (-1 or an expert) and weights, both [M, {o.top_k}]")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import verification.list_call
 from benchmarks.expected import Call
-from kernels.build.compile import ROOT, clean_environment
 from megamoe_aot.agreement import Report
 from megamoe_aot.spec import KernelSpec
+from tests.child import run_python
 from verification.problem import Outcome
 
 _COMPILE = """
@@ -38,16 +35,7 @@ for number, fields in enumerate(json.load(sys.stdin)):
 def compile_kernels(specs: Sequence[KernelSpec]) -> list[str]:
     """The PTX of each spec's code, compiled in one process with the build's options and environment."""
     with tempfile.TemporaryDirectory() as folder:
-        run = subprocess.run(
-            [sys.executable, "-c", _COMPILE, folder],
-            input=json.dumps([spec.code.to_dict() for spec in specs]),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=clean_environment(os.environ),
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr[-3000:]
+        run_python("-c", _COMPILE, folder, stdin=json.dumps([spec.code.to_dict() for spec in specs]))
         return [(Path(folder) / str(number) / "kernel.ptx").read_text() for number in range(len(specs))]
 
 

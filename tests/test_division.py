@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 
 from emulator import Buffer, Launch, Pointer, emulate
 from megamoe_aot.spec import ARCHS
+from tests.child import run_python
 from tests.division_kernel import OUTPUTS, SIDE_BY_SIDE
 
 WARPS = 24
@@ -21,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 @pytest.fixture(scope="module", params=ARCHS)
 def ptx(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("division")
-    subprocess.run([sys.executable, "-m", "tests.division_kernel", folder, request.param], check=True)
+    run_python("-m", "tests.division_kernel", str(folder), request.param)
     return (folder / "divide.ptx").read_text()
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from torch import Tensor
 
 import emulator
 from emulator import Buffer, Launch, Pointer
-from kernels.build.compile import ROOT, clean_environment
+from kernels.build.compile import ROOT
 from kernels.build.cubin import read_cubin
 from kernels.build.pdl import pdl_problems
 from kernels.build.ptx import read_entry
@@ -32,6 +31,7 @@ from megamoe_aot import reference
 from megamoe_aot.finalize import PARAMETERS, FinalizeSpec
 from megamoe_aot.menu import menu_specs
 from megamoe_aot.spec import ARCHS, KernelSpec, SpecError
+from tests.child import run_python
 from verification.disassembly import disassemble
 
 SMALL = [FinalizeSpec(hidden, top_k, arch) for arch in ARCHS for hidden, top_k in ((1024, 1), (1024, 2), (1024, 8), (3072, 5))]
@@ -71,20 +71,9 @@ def codes() -> dict[FinalizeSpec, Code]:
     """All specs of this file, compiled in one process with the build's options and environment."""
     specs = [*SMALL, *LARGE]
     with tempfile.TemporaryDirectory() as folder:
-        run = subprocess.run(
-            [sys.executable, "-c", CHILD, folder],
-            input=json.dumps([spec.to_dict() for spec in specs]),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=clean_environment(os.environ),
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr[-3000:]
+        log = run_python("-c", CHILD, folder, stdin=json.dumps([spec.to_dict() for spec in specs]))
         folders = {spec: Path(folder) / spec.code_name for spec in specs}
-        return {
-            s: Code((f / "kernel.cubin").read_bytes(), (f / "kernel.ptx").read_text(), run.stdout + run.stderr) for s, f in folders.items()
-        }
+        return {s: Code((f / "kernel.cubin").read_bytes(), (f / "kernel.ptx").read_text(), log) for s, f in folders.items()}
 
 
 def name(spec: FinalizeSpec) -> str:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -21,11 +18,12 @@ from torch import Tensor
 import emulator
 from benchmarks.expected import Call
 from emulator import Buffer, Launch, Pointer
-from kernels.build.compile import ROOT, clean_environment, compile_spec
+from kernels.build.compile import compile_spec
 from megamoe_aot import reference
 from megamoe_aot.agreement import WEIGHT_BOUND, check_ids
 from megamoe_aot.reference import Options
 from megamoe_aot.spec import ARCHS, KernelSpec
+from tests.child import run_python
 from verification.problem import EmulatedCall
 
 INF, NAN = math.inf, math.nan
@@ -73,16 +71,7 @@ def name(spec: KernelSpec) -> str:
 def codes() -> dict[KernelSpec, str]:
     """The PTX of the routing kernel for every spec, compiled in one process with the build's options and environment."""
     with tempfile.TemporaryDirectory() as folder:
-        run = subprocess.run(
-            [sys.executable, "-m", "tests.routing_kernel", folder],
-            input=json.dumps([spec.to_dict() for spec in SPECS]),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=clean_environment(os.environ),
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr[-3000:]
+        run_python("-m", "tests.routing_kernel", folder, stdin=json.dumps([spec.to_dict() for spec in SPECS]))
         return {spec: (Path(folder) / f"{spec.code_name}.ptx").read_text() for spec in SPECS}
 
 

@@ -22,7 +22,7 @@ from emulator.config import Parameter
 from megamoe_aot import tensor_map
 from megamoe_aot.abi import FLAG_GATE_FIRST, FLAG_UE8M0
 from megamoe_aot.agreement import Report, compare
-from megamoe_aot.reference import MoeResult, Options, evaluate, route
+from megamoe_aot.reference import MoeResult, Options, evaluate, routing_of
 from megamoe_aot.shared_memory import STAGE_BYTES
 from megamoe_aot.spec import KernelSpec
 from megamoe_aot.weights import Packed, allocate, pack_expert
@@ -60,17 +60,7 @@ class EmulatedCall:
         self.inputs = inputs_of(self.spec, call)
         self.options = Options.of(self.spec, w13_order="up_gate")
         """Of the reference, with the engine's own arithmetic and order."""
-        o = self.options
-        self.routing = route(
-            self.inputs.logits,
-            self.inputs.bias,
-            scoring=o.scoring,
-            top_k=o.top_k,
-            renormalise=o.renormalise,
-            scale=o.scale,
-            n_group=o.n_group,
-            topk_group=o.topk_group,
-        )
+        self.routing = routing_of(self.inputs.logits, self.inputs.bias, self.options)
         """The reference's: it says which experts exist."""
         self._weights = weights_problem(self.spec, call.case)
         self._source = functools.cache(self._weights.source)
