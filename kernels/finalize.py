@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 from cutlass.cute.runtime import make_ptr
 
+from megamoe_aot.abi import FLAG_TRIGGER
 from megamoe_aot.finalize import CHANNELS, PARAMETERS, FinalizeSpec
 
 from . import ptx, ptx_packed
@@ -33,8 +34,8 @@ def unpack(words: Any) -> list[Any]:
     return [value for word in words for value in unpack_bf16(word)]
 
 
-def program(spec: FinalizeSpec, out: Any, weights: Any, shared: Any, y: Any) -> None:
-    """Traced once. The arguments are global addresses, ``shared`` 0 for none."""
+def program(spec: FinalizeSpec, out: Any, weights: Any, shared: Any, y: Any, flags: Any) -> None:
+    """Traced once. The pointers are global addresses, ``shared`` 0 for none."""
     cta, thread = ptx.special("%ctaid.x"), ptx.special("%tid.x")
     token = cta // Uint32(spec.token_ctas)
     piece = (cta - token * Uint32(spec.token_ctas)) * Uint32(spec.block_threads) + thread
@@ -43,8 +44,10 @@ def program(spec: FinalizeSpec, out: Any, weights: Any, shared: Any, y: Any) -> 
     factors = weights + Int64(token) * Int64(spec.top_k * FP32_BYTES)
     result_offset = Int64(token) * Int64(row_bytes) + Int64(piece) * Int64(piece_bytes)
     has_shared = shared != Int64(0)
+    has_trigger = (flags & Uint32(FLAG_TRIGGER)) != Uint32(0)
 
     ptx.grid_dependency_wait()
+    ptx.launch_dependents_if(has_trigger)  # predicated: LLVM moves the addresses behind a branch
     scale = [ptx.load_global_f32(factors + Int64(k * FP32_BYTES)) for k in range(spec.top_k)]
     routes = [ptx_packed.load_global_b32x4(rows + Int64(k * row_bytes)) for k in range(spec.top_k)]
     last = ptx_packed.load_global_bf16x8_if(has_shared, shared + result_offset)
@@ -59,15 +62,17 @@ def program(spec: FinalizeSpec, out: Any, weights: Any, shared: Any, y: Any) -> 
 
 @cute.kernel
 def finalize(
-    spec: cutlass.Constexpr[FinalizeSpec], out: cute.Pointer, weights: cute.Pointer, shared: cute.Pointer, y: cute.Pointer
+    spec: cutlass.Constexpr[FinalizeSpec], out: cute.Pointer, weights: cute.Pointer, shared: cute.Pointer, y: cute.Pointer, flags: Uint32
 ) -> None:
-    program(spec, out.toint(), weights.toint(), shared.toint(), y.toint())
+    program(spec, out.toint(), weights.toint(), shared.toint(), y.toint(), flags)
 
 
 @cute.jit
-def launch(spec: cutlass.Constexpr[FinalizeSpec], out: cute.Pointer, weights: cute.Pointer, shared: cute.Pointer, y: cute.Pointer) -> None:
+def launch(
+    spec: cutlass.Constexpr[FinalizeSpec], out: cute.Pointer, weights: cute.Pointer, shared: cute.Pointer, y: cute.Pointer, flags: Uint32
+) -> None:
     """Never run: it only fixes the kernel's parameter types."""
-    finalize(spec, out, weights, shared, y).launch(
+    finalize(spec, out, weights, shared, y, flags).launch(
         grid=[spec.token_ctas, 1, 1],
         block=[spec.block_threads, 1, 1],
         min_blocks_per_mp=MIN_CTAS,
@@ -80,4 +85,5 @@ def host_function(spec: FinalizeSpec) -> tuple[Callable[..., Any], tuple[Any, ..
     assert [*inspect.signature(finalize).parameters] == ["spec", *(p.name for p in PARAMETERS)]
     finalize.set_name_prefix(spec.code_name, remove_cutlass_symbol=True, keep_mangled_name=False)
     pointer = make_ptr(cutlass.Uint8, 0x1000, cute.AddressSpace.gmem, assumed_align=4)
-    return launch, (spec.code, *[pointer] * len(PARAMETERS))
+    example = {"pointer": pointer, "u32": Uint32(0)}
+    return launch, (spec.code, *(example[p.kind] for p in PARAMETERS))

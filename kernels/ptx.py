@@ -295,6 +295,15 @@ def grid_dependency_wait() -> None:
     asm("griddepcontrol.wait;", "")
 
 
+def launch_dependents() -> None:
+    """Let the next kernel start, once every CTA of this grid has said so or ended."""
+    asm("griddepcontrol.launch_dependents;", "")
+
+
+def launch_dependents_if(condition: Any) -> None:
+    asm("@$0 griddepcontrol.launch_dependents;", "b", [condition])
+
+
 # ---- asynchronous copies ----
 
 

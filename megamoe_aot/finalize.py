@@ -27,6 +27,7 @@ PARAMETERS = (
     Parameter("weights", "pointer", "FP32 [M, K], 4-byte aligned"),
     Parameter("shared", "pointer", "BF16 [M, H], 16-byte aligned: the shared expert's output; 0 for none"),
     Parameter("y", "pointer", "BF16 [M, H], 16-byte aligned, written; overlaps no input"),
+    Parameter("flags", "u32", "FLAG_TRIGGER or 0"),
 )
 """The kernel's parameters, in order."""
 

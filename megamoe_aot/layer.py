@@ -159,6 +159,8 @@ class Layer:
         ids: Any = None,
         weights: Any = None,
         pdl: bool = True,
+        *,
+        trigger: bool = False,
     ) -> Any:
         """The whole MoE layer, in two launches chained by programmatic dependent launch; returns ``y`` at once.
 
@@ -171,6 +173,8 @@ class Layer:
             out, ids, weights: as in a call, for a caller that wants them or allocates them itself; else they are temporary.
             x, logits, bias, stream: as in a call.
             pdl: off, no launch starts before its predecessor in the stream has ended.
+            trigger: let the stream's next kernel start while the finalize launch runs. Safe under the same condition as in a call;
+                possible with both structures.
 
         Raises:
             FinalizeNotLoadedError: the kernel was loaded with ``finalize=False``.
@@ -193,6 +197,7 @@ class Layer:
         sum_.arguments.out, sum_.arguments.weights = call.arguments.out, call.arguments.weights
         sum_.arguments.shared = 0 if shared is None else _SHARED.pointer(shared, (tokens, hidden), self._device)
         sum_.arguments.y = _Y.pointer(y, (tokens, hidden), self._device)
+        sum_.arguments.flags = FLAG_TRIGGER if trigger else 0
         _check_apart(finalize.spec, tokens, sum_.arguments)
         if tokens == 0:
             return y

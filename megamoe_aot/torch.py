@@ -111,17 +111,26 @@ class MegaExperts:
         """
         return self._layer(x, logits)(x, logits, bias)
 
-    def forward(self, x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None, shared: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        shared: torch.Tensor | None = None,
+        *,
+        trigger: bool = False,
+    ) -> torch.Tensor:
         """The weighted sum of each token's experts, on torch's current stream; see :meth:`Layer.forward`.
 
         Args:
             x, logits, bias: as in a call.
             shared: BF16 [M, H], added: the shared expert's output; None for none.
+            trigger: let the stream's next kernel start while the finalize launch runs: only if it waits, see :meth:`Layer.forward`.
 
         Returns:
             BF16 [M, H].
         """
-        return self._layer(x, logits).forward(x, logits, bias, shared)
+        return self._layer(x, logits).forward(x, logits, bias, shared, trigger=trigger)
 
     def _layer(self, x: torch.Tensor, logits: torch.Tensor) -> Layer:
         """The bound layer for these inputs, loaded if there is none yet."""

@@ -4,7 +4,10 @@ The grid is one CTA per SM. A call's *unique* experts form a list, in order of f
 chose is read once, its tokens are columns of the MMA. Work of two kinds:
 
 * a *W1 unit* is 64 rows of one expert's w13 and one K part of them. Units are dealt out round robin.
-* a *W2 tile* is 64 rows of one expert's w2, all of K. Every CTA takes one contiguous range of tiles.
+* a *W2 tile* is 64 rows of one expert's w2, all of K. Every CTA has one contiguous range of tiles; the list's last tiles are a
+  pool from which CTAs that are done take a few at a time.
+
+What a CTA runs of one expert's W2 tiles, one after the other, is a *run*: its list warp puts them into a queue that the others follow.
 
 GEMM1's sums cross between CTAs through global scratch memory as 8-byte {FP32 value, epoch} packets. Readers poll the packets
 themselves, so there is no flag and nothing to reset: see docs/design.md.
@@ -17,6 +20,7 @@ The shared memory base is 1024-aligned.
 | x_tile, hidden | see the fields | worker warps; hidden warps | MMA |
 | slots | SCALE_SLOTS * slot_bytes | bulk copies | MMA warps |
 | ids, first, expert, mask, route, count | tables of the call | routing warps, then the list warp | all |
+| runs | 8 for each of RUN_SLOTS | list warp | producer, MMA issuer, MMA and hidden warps |
 | routing | 512 for each of nine warps | a routing warp | the same warp |
 | tmem | 16 (Blackwell) | tcgen05.alloc | MMA issuer and MMA warps |
 | barriers | 8 each | | |
@@ -37,13 +41,32 @@ MAX_DYNAMIC_SHARED = 232_448
 SCALE_SLOTS = 16
 """Units whose block scales are held at once: more than can be between the producer and the last read of their scales."""
 MAX_RING, MIN_RING = 12, 4
+FLIGHTS = {"hopper": (3, 4), "blackwell": (5, 6)}
+"""Stages in flight at most, while tokens * hidden <= FEW and beyond: with more, queues grow and the SMs drift apart (measured, see
+docs/performance.md). The ring is deeper: it fills only while the MMAs are held up. Blackwell's are not measured: as many bytes per SM as
+cover Hopper's latency at a B200's bandwidth, 1.6 times as high per SM."""
+FEW = 8192
+RUN_SLOTS = 16
+"""Runs in the queue: more than can be between the list warp, which is one run ahead of the producer, and the last reader. A run has at
+least one stage, so the ring's MAX_RING runs and two more."""
+POOL_SHARE = 5
+"""One in so many stages is in the pool."""
+POOL_STAGES = 72
+"""Stages per CTA from which on there is a pool. In less time the CTAs do not drift apart by more than the pool's hidden tiles cost."""
 WORKERS = 8
-"""Warps that route tokens: the hidden warps 4-7 and four helpers."""
-PRODUCER_WARP, LIST_WARP, ISSUE_WARP = 8, 9, 10
-"""ISSUE_WARP, which issues the MMAs, exists on Blackwell only. The helpers are the last four warps."""
+"""Warps that route tokens: the hidden warps 4-7 and four helpers, warps 8-11."""
+HELPER_WARP = 8
+"""The first helper; a multiple of four, so that the helpers can be a warpgroup of MMAs."""
+PRODUCER_WARP, LIST_WARP, ISSUE_WARP = 12, 13, 14
+"""ISSUE_WARP, which issues the MMAs, exists on Blackwell only."""
+FEW_BLOCKS = 4
+"""K blocks of a hidden tile that four warps make in one round. With more of them the helpers join the hidden warps; with so few they can
+run MMAs, and the W2 tiles are small, so that it pays."""
 ROUTING_BYTES = 512
 SCRATCH_HEADER = 128
-"""u32 tickets taken, u32 epoch of the last launch; the packets follow."""
+"""u32 tickets taken, u32 epoch of the last launch; at POOL_COUNTERS what was taken from the pool; the packets follow."""
+POOL_COUNTERS = 64
+"""Offset of two u32 for launches of even and of odd epoch: each launch zeroes the next one's."""
 PACKET_BYTES = 8
 ACC_COLUMNS = 64
 """TMEM columns of one of Blackwell's accumulator buffers; a K block owns ``columns`` of them. Few: what remains to be read when a
@@ -95,12 +118,18 @@ class ListPlan:
     """u16 [columns * top_k][columns]: the route of (place, token)."""
     count: int
     """u32: number of unique experts; u32: epoch."""
+    runs: int
+    """u32 [RUN_SLOTS][2]: first W2 tile of a run, number of tiles; none: there are no more runs."""
     routing: int
     """Routing scratch of nine warps, ROUTING_BYTES each."""
     tmem: int
     """u32: base address that tcgen05.alloc wrote (Blackwell)."""
-    helper: int
-    """Index of the first of the four helper warps."""
+    warps: int
+    """Warps of a CTA."""
+    tile_groups: int
+    """Hopper's warpgroups that run W2 tiles, in turn: 1, or 2 where the helpers join in."""
+    hidden_warps: int
+    """Warps that make hidden tiles: 4, or 8 where the helpers join in."""
     barriers: dict[str, int]
     """Name -> offset of its first mbarrier."""
     barrier_counts: dict[str, tuple[int, int]]
@@ -144,6 +173,7 @@ class ListPlan:
             "mask": take(4 * routes),
             "route": take(2 * routes * columns),
             "count": take(16),
+            "runs": take(8 * RUN_SLOTS),
             "routing": take(ROUTING_BYTES * (WORKERS + 1)),
             "tmem": take(16),
         }
@@ -159,18 +189,15 @@ class ListPlan:
             tiles=spec.hidden // UNIT_ROWS,
             ring=ring,
             slot_bytes=slot,
-            helper=(LIST_WARP if spec.engine == "hopper" else ISSUE_WARP) + 1,
+            warps=(LIST_WARP if spec.engine == "hopper" else ISSUE_WARP) + 1,
+            tile_groups=tile_groups(spec, ring),
+            hidden_warps=hidden_warps(spec),
             barriers=barriers,
             barrier_counts=counts,
             total=at,
             scratch_bytes=SCRATCH_HEADER + routes * parts * 2 * spec.inter * PACKET_BYTES,
             **offsets,
         )
-
-    @property
-    def warps(self) -> int:
-        """Warps of a CTA."""
-        return self.helper + 4
 
     @property
     def units(self) -> int:
@@ -193,9 +220,28 @@ class ListPlan:
         return self.unit_blocks // 2
 
     @property
+    def pool_chunk(self) -> int:
+        """W2 tiles that a CTA takes from the pool at a time: a few stages, for a hidden tile is made for each. Divides ``tiles``."""
+        return -(-4 // self.stages2)
+
+    @property
     def stages2(self) -> int:
         """Stages per W2 tile; the last may hold one K block."""
         return -(-self.blocks2 // 2)
+
+
+def tile_groups(spec: KernelSpec, ring: int) -> int:
+    """See :attr:`ListPlan.tile_groups`. On Blackwell one thread issues all MMAs, and nothing waits for a tile's before the next's.
+
+    Two need a ring that is longer than what is in flight and a tile: kernels/work_list/hopper.py says why.
+    """
+    fits = ring > max(FLIGHTS["hopper"]) + -(-spec.inter // 256)
+    return 2 if spec.engine == "hopper" and hidden_warps(spec) == 4 and fits else 1
+
+
+def hidden_warps(spec: KernelSpec) -> int:
+    """See :attr:`ListPlan.hidden_warps`."""
+    return 4 if spec.inter <= 128 * FEW_BLOCKS else 8
 
 
 def k_parts(spec: KernelSpec) -> int:
@@ -216,8 +262,10 @@ def barrier_counts(spec: KernelSpec, ring: int) -> dict[str, tuple[int, int]]:
         "x": (spec.columns, 4),
         "ids": (1, 0),
         "list": (1, 1),
-        "hidden": (2, 4),
-        "free": (2, 4),
+        "run": (RUN_SLOTS, 1),
+        "begun": (1, 1),
+        "hidden": (2, hidden_warps(spec)),
+        "free": (2, 4 * tile_groups(spec, ring)),
         "w1": (1, 4),
     }
     if spec.engine == "blackwell":

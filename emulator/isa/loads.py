@@ -72,7 +72,10 @@ def access_of(decoder: Decoder, instruction: Instruction, address_width: int) ->
     parts = instruction.opcode.split(".")
     width, count = TYPE_WIDTH[parts[-1]], int(parts[-2][1:]) if parts[-2] in ("v2", "v4") else 1
     load = parts[0] == "ld"
-    value, address = decoder.expect(2) if load else reversed(decoder.expect(2))
+    hinted = "L2::cache_hint" in parts
+    value, address, *hint = decoder.expect(2) if load else (decoder.expect(2 + hinted)[i] for i in (1, 0, *range(2, 2 + hinted)))
+    for policy in hint:
+        decoder.source(policy, 64)  # says what L2 should keep: nothing that a program could tell
     base, offset = decoder.address(address, address_width)
     find = decoder.result if load else decoder.source
     registers = tuple(find(item, width, wider=True) for item in decoder.vector(value, count))
@@ -235,7 +238,7 @@ def _ld_global(decoder: Decoder, instruction: Instruction) -> Execute:
     return execute
 
 
-@opcode(*names("st.global"))
+@opcode(*names("st.global"), *names("st.global.L2::cache_hint"))
 def _st_global(decoder: Decoder, instruction: Instruction) -> Execute:
     access = access_of(decoder, instruction, 64)
     size = access.size

@@ -5,8 +5,8 @@ that we write. So no thread may read x, logits or routing results, and none may 
 wait itself. The check follows every path of the control-flow graph and every register that may hold such a pointer; it
 errs towards an error.
 
-A kernel lets its successor start early (griddepcontrol.launch_dependents) only where its caller may ask for that, and then
-only on request: some path must go round it.
+A kernel lets its successor start early (griddepcontrol.launch_dependents) only where its caller may ask for that (the list structure's
+kernels and the finalize kernels), and then only on request: some path must go round it.
 """
 
 from __future__ import annotations

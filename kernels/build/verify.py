@@ -22,6 +22,7 @@ from .ptxas_log import PtxasReport, read_log
 Instruction = tuple[str, ...]
 """Opcode, modifiers."""
 
+_TRIGGER: Instruction = ("griddepcontrol.launch_dependents",)
 _COMMON: tuple[Instruction, ...] = (
     ("griddepcontrol.wait",),
     ("mbarrier.init",),
@@ -31,7 +32,7 @@ _COMMON: tuple[Instruction, ...] = (
 _STRUCTURE: dict[str, tuple[Instruction, ...]] = {
     "cluster": (("st.async", "shared::cluster"), ("barrier.cluster.arrive",), ("barrier.cluster.wait",)),
     "list": (
-        ("griddepcontrol.launch_dependents",),
+        _TRIGGER,
         ("st.relaxed.gpu.global",),
         ("ld.relaxed.gpu.global",),
         ("atom", "gpu", "global", "add"),
@@ -44,7 +45,7 @@ _ENGINE: dict[str, Instruction] = {"hopper": ("wgmma.mma_async", "e4m3"), "black
 def required(spec: CodeSpec) -> tuple[Instruction, ...]:
     """Instructions without which the code is not the kernel of this design."""
     if isinstance(spec, FinalizeSpec):
-        return ()
+        return (_TRIGGER,)
     return (*_COMMON, *_STRUCTURE[spec.structure], _ENGINE[spec.engine])
 
 
@@ -120,7 +121,7 @@ def ptx_problems(spec: CodeSpec, entry: Entry) -> list[str]:
         return [f"PTX parameters have {sizes} bytes, the ABI says {wanted}"]
     missing = [" with ".join(i) for i in required(spec) if not entry.find(*i)]
     ctas, align = spec.ctas_per_sm, GROUP_BYTES if spec.shared_bytes else None
-    may_trigger = not isinstance(spec, FinalizeSpec) and spec.structure == "list"
+    may_trigger = isinstance(spec, FinalizeSpec) or spec.structure == "list"
     return _broken(
         (entry.block == (spec.block_threads, 1, 1), f".reqntid is {entry.block}, the spec says {spec.block_threads}"),
         (entry.min_ctas == ctas, f".minnctapersm is {entry.min_ctas}, the budget is {ctas}"),

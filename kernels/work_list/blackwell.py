@@ -21,13 +21,14 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from kernels import ptx
 from megamoe_aot.spec import KernelSpec
-from megamoe_aot.work_list import ACC_BUFFERS, ACC_COLUMNS, MAX_RING, SCALE_SLOTS, STAGE_BYTES, UNIT_ROWS
+from megamoe_aot.work_list import ACC_BUFFERS, ACC_COLUMNS, MAX_RING, RUN_SLOTS, SCALE_SLOTS, STAGE_BYTES, UNIT_ROWS
 
 from . import common, hopper
 from .common import Cta, Ring, barrier
 from .producer import scale_shift
 
 assert MAX_RING + ACC_BUFFERS <= SCALE_SLOTS
+assert MAX_RING + 2 + ACC_BUFFERS <= RUN_SLOTS
 
 BARRIERS = ("scales", "acc", "drained")
 """What the issuing warp initialises; but the producer arms scales[0] before it meets any other warp, and initialises it itself."""
@@ -65,7 +66,6 @@ def issue(spec: cutlass.Constexpr[KernelSpec], at: Cta, tmem: Uint32) -> None:
     plan = spec.work_list
     ptx.mbarrier_wait(barrier(spec, at.base, "list"), Uint32(0))
     experts = common.expert_count(spec, at.base)
-    begin, end = common.w2_range(spec, at, experts)
     ring, chunk, ready = Ring(Uint32(0), Uint32(0)), Uint32(0), Uint32(0)
     size = common.deal_size(spec, at.tokens)
     for d in cutlass.range(Int32(common.first_deal(at)), Int32(common.deals(spec, at, experts)), Int32(at.grid), unroll=1):
@@ -74,16 +74,16 @@ def issue(spec: cutlass.Constexpr[KernelSpec], at: Cta, tmem: Uint32) -> None:
         for p in cutlass.range(Int32(size), unroll=1):
             operand = at.base + Uint32(plan.x_tile) + (first_part + Uint32(p)) * Uint32(plan.unit_blocks * plan.columns * 128)
             ring, chunk = issue_gemm(spec, plan.unit_blocks, at.base, tmem, operand, ring, chunk)
-    first, last = common.expert_range(plan, begin, end)
-    for e in cutlass.range(Int32(first), Int32(last), unroll=1):
-        place = Uint32(e)
-        turn = place - first
+    turn = Uint32(0)
+    run = common.await_run(spec, at.base, turn)
+    while run.count != Uint32(0):
         buffer = turn & Uint32(1)
         ptx.mbarrier_wait(barrier(spec, at.base, "hidden", buffer), (turn >> Uint32(1)) & Uint32(1))
         operand = at.base + Uint32(plan.hidden) + buffer * Uint32(plan.blocks2 * plan.columns * 128)
-        low, high = common.tiles_of(plan, place, begin, end)
-        for _j in cutlass.range(Int32(low), Int32(high), unroll=1):
+        for _j in cutlass.range(Int32(run.count), unroll=1):
             ring, chunk = issue_gemm(spec, plan.blocks2, at.base, tmem, operand, ring, chunk)
+        turn = turn + Uint32(1)
+        run = common.await_run(spec, at.base, turn)
     for i in cutlass.range_constexpr(ACC_BUFFERS):
         wait_until_drained(spec, at.base, chunk + Uint32(i))
 
@@ -182,7 +182,6 @@ def mma_warps(
     ptx.mbarrier_wait(barrier(spec, at.base, "list"), Uint32(0))
     experts = common.expert_count(spec, at.base)
     epoch = common.launch_epoch(spec, at.base)
-    begin, end = common.w2_range(spec, at, experts)
     chunk, done, ready = Uint32(0), Uint32(0), Uint32(0)
     size = common.deal_size(spec, at.tokens)
     for d in cutlass.range(Int32(common.first_deal(at)), Int32(common.deals(spec, at, experts)), Int32(at.grid), unroll=1):
@@ -199,18 +198,17 @@ def mma_warps(
         row = hopper.logical_row(spec, tile, flags) + at.warp * Uint32(16)
         hopper.send_sums(spec, at, scratch, epoch, place, first_part, row, mask, sums)
     ptx.mbarrier_arrive_if(at.lane == Uint32(0), barrier(spec, at.base, "w1"))
-    first, last = common.expert_range(plan, begin, end)
-    for e in cutlass.range(Int32(first), Int32(last), unroll=1):
-        place = Uint32(e)
-        turn = place - first
+    turn = Uint32(0)
+    run = common.await_run(spec, at.base, turn)
+    while run.count != Uint32(0):
+        place = run.begin // Uint32(plan.tiles)
         buffer = turn & Uint32(1)
         mask = common.load_table(at.base, plan.mask, place)
         expert = common.load_table(at.base, plan.expert, place)
         ptx.mbarrier_wait(barrier(spec, at.base, "hidden", buffer), (turn >> Uint32(1)) & Uint32(1))
         x_scale = at.base + Uint32(plan.hidden_scale) + buffer * Uint32(4 * plan.blocks2 * plan.columns)
-        low, high = common.tiles_of(plan, place, begin, end)
-        for j in cutlass.range(Int32(low), Int32(high), unroll=1):
-            tile = Uint32(j) - place * Uint32(plan.tiles)
+        for j in cutlass.range(Int32(run.count), unroll=1):
+            tile = run.begin + Uint32(j) - place * Uint32(plan.tiles)
             w_scale = wait_for_scales(spec, at.base, done)
             if const_expr(plan.blocks2 % 4 != 0):
                 w_scale = w_scale + scale_shift(plan, expert, tile)
@@ -219,6 +217,8 @@ def mma_warps(
             if const_expr("store" not in without):
                 hopper.store_rows(spec, at, out, place, tile * Uint32(UNIT_ROWS) + at.warp * Uint32(16), mask, acc)
         ptx.mbarrier_arrive_if(at.lane == Uint32(0), barrier(spec, at.base, "free", buffer))
+        turn = turn + Uint32(1)
+        run = common.await_run(spec, at.base, turn)
 
 
 def wait_for_scales(spec: KernelSpec, base: Any, done: Any) -> Any:

@@ -8,7 +8,7 @@ from cutlass import Uint32
 
 from kernels import ptx
 from megamoe_aot.spec import KernelSpec
-from megamoe_aot.work_list import BALANCED_CTAS, ListPlan
+from megamoe_aot.work_list import BALANCED_CTAS, POOL_SHARE, POOL_STAGES, RUN_SLOTS, ListPlan
 
 from . import instructions
 
@@ -50,6 +50,12 @@ def after(spec: KernelSpec, ring: Ring) -> Ring:
     following = ring.stage + Uint32(1)
     wrapped = following == Uint32(spec.work_list.ring)
     return Ring(ptx.select(wrapped, Uint32(0), following), ptx.select(wrapped, ring.parity ^ Uint32(1), ring.parity))
+
+
+def ring_at(spec: KernelSpec, position: Any) -> Ring:
+    """The ring position of this CTA's stage number ``position``."""
+    lap = position // Uint32(spec.work_list.ring)
+    return Ring(position - lap * Uint32(spec.work_list.ring), lap & Uint32(1))
 
 
 def row_address(plan: ListPlan, tile: Any, block: Any, token: Any, lane: Any) -> Any:
@@ -107,6 +113,14 @@ def deals(spec: KernelSpec, at: Cta, experts: Any) -> Any:
     return experts * Uint32(spec.work_list.units) // deal_size(spec, at.tokens)
 
 
+def unit_count(spec: KernelSpec, at: Cta, experts: Any) -> Uint32:
+    """This CTA's W1 units, which come before its W2 tiles in the ring."""
+    dealt = deals(spec, at, experts)
+    whole = dealt // at.grid
+    mine = whole + ptx.select(at.cta < dealt - whole * at.grid, Uint32(1), Uint32(0))
+    return ptx.select(at.cta < at.grid, mine, Uint32(0)) * deal_size(spec, at.tokens)
+
+
 def first_deal(at: Cta) -> Uint32:
     """The CTA's first deal, the others follow at distance ``grid``; NO_UNIT for an idle CTA."""
     return ptx.select(at.cta < at.grid, at.cta, Uint32(NO_UNIT))
@@ -121,10 +135,46 @@ def split_unit(plan: ListPlan, unit: Any) -> tuple[Any, Any, Any]:
     return place, rest >> Uint32(1), rest & Uint32(1)
 
 
-def w2_range(spec: KernelSpec, at: Cta, experts: Any) -> tuple[Any, Any]:
-    """This CTA's W2 tiles [begin, end). CTAs with fewer deals come first: they get to W2 first, and so do the first experts' sums."""
+class Run(NamedTuple):
+    """W2 tiles of one expert that this CTA runs one after the other."""
+
+    begin: Any
+    count: Any
+    """0: there are no more runs."""
+
+
+def publish_run(spec: KernelSpec, base: Any, number: Any, run: Run) -> None:
+    """Planner: put run number ``number`` into the queue."""
+    slot = number & Uint32(RUN_SLOTS - 1)
+    instructions.store_shared_u32x2(base + Uint32(spec.work_list.runs) + slot * Uint32(8), run.begin, run.count)
+    ptx.mbarrier_arrive(barrier(spec, base, "run", slot))
+
+
+def await_run(spec: KernelSpec, base: Any, number: Any) -> Run:
+    """Run number ``number``, once it is known."""
+    slot = number & Uint32(RUN_SLOTS - 1)
+    ptx.mbarrier_wait(barrier(spec, base, "run", slot), (number // Uint32(RUN_SLOTS)) & Uint32(1))
+    return Run(*instructions.load_shared_u32x2(base + Uint32(spec.work_list.runs) + slot * Uint32(8)))
+
+
+def pool_begin(spec: KernelSpec, at: Cta, experts: Any) -> Any:
+    """The first W2 tile of the pool, which the list's end follows; a multiple of ``pool_chunk``."""
     plan = spec.work_list
-    dealt, tiles = deals(spec, at, experts), experts * Uint32(plan.tiles)
+    tiles = experts * Uint32(plan.tiles)
+    stages = experts * Uint32(plan.units * plan.stages1) + tiles * Uint32(plan.stages2)
+    pool = stages // Uint32(POOL_SHARE * plan.stages2)
+    pool = ptx.select(pool < tiles, pool, tiles)
+    begin = (tiles - pool) // Uint32(plan.pool_chunk) * Uint32(plan.pool_chunk)
+    return ptx.select(stages < at.grid * Uint32(POOL_STAGES), tiles, begin)
+
+
+def w2_range(spec: KernelSpec, at: Cta, experts: Any) -> tuple[Any, Any]:
+    """This CTA's W2 tiles [begin, end) outside the pool.
+
+    CTAs with fewer deals come first: they get to W2 first, and so do the first experts' sums.
+    """
+    plan = spec.work_list
+    dealt, tiles = deals(spec, at, experts), pool_begin(spec, at, experts)
     stages = deal_size(spec, at.tokens) * Uint32(plan.stages1)
     whole = dealt // at.grid
     rest = dealt - whole * at.grid
@@ -147,13 +197,7 @@ def _w2_bound(plan: ListPlan, k: Any, grid: Any, total: Any, stages: Any, whole:
     return ptx.select(k == grid, tiles, left)
 
 
-def expert_range(plan: ListPlan, begin: Any, end: Any) -> tuple[Any, Any]:
-    """Places of the experts [first, last) whose W2 tiles lie in [begin, end)."""
-    first = begin // Uint32(plan.tiles)
-    return first, ptx.select(end > begin, (end - Uint32(1)) // Uint32(plan.tiles) + Uint32(1), first)
-
-
-def tiles_of(plan: ListPlan, place: Any, begin: Any, end: Any) -> tuple[Any, Any]:
-    """The part of [begin, end) that belongs to the expert at ``place``."""
-    low, high = place * Uint32(plan.tiles), (place + Uint32(1)) * Uint32(plan.tiles)
-    return ptx.select(low > begin, low, begin), ptx.select(high < end, high, end)
+def first_run(plan: ListPlan, begin: Any, end: Any) -> Run:
+    """The tiles of [begin, end) that belong to the first one's expert."""
+    following = (begin // Uint32(plan.tiles) + Uint32(1)) * Uint32(plan.tiles)
+    return Run(begin, ptx.select(following < end, following, end) - begin)

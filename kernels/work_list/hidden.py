@@ -26,19 +26,18 @@ def hidden_warps(
     scratch: Int64,
     limit: Float32,
 ) -> None:
-    """For each expert of this CTA's W2 range: collect its GEMM1 sums, apply SwiGLU, quantise. One expert ahead of the MMAs.
+    """For each run of this CTA's W2 tiles: collect its expert's GEMM1 sums, apply SwiGLU, quantise. One run ahead of the MMAs.
 
-    ``warp``: 0 to 3. Polling starts when this CTA's own W1 units are done, so that it takes no bandwidth from them.
+    ``warp``: 0 to hidden_warps - 1. Polling starts when this CTA's own W1 units are done, so that it takes no bandwidth from them.
     """
     plan = spec.work_list
     ptx.mbarrier_wait(barrier(spec, at.base, "list"), Uint32(0))
     epoch = common.launch_epoch(spec, at.base)
-    begin, end = common.w2_range(spec, at, common.expert_count(spec, at.base))
-    first, last = common.expert_range(plan, begin, end)
     ptx.mbarrier_wait(barrier(spec, at.base, "w1"), Uint32(0))
-    for e in cutlass.range(Int32(first), Int32(last), unroll=1):
-        place = Uint32(e)
-        turn = place - first
+    turn = Uint32(0)
+    run = common.await_run(spec, at.base, turn)
+    while run.count != Uint32(0):
+        place = run.begin // Uint32(plan.tiles)
         buffer = turn & Uint32(1)
         ptx.mbarrier_wait(barrier(spec, at.base, "free", buffer), ((turn >> Uint32(1)) & Uint32(1)) ^ Uint32(1))
         tile = at.base + Uint32(plan.hidden) + buffer * Uint32(plan.blocks2 * plan.columns * 128)
@@ -48,7 +47,7 @@ def hidden_warps(
             token = instructions.lowest_bit(rest)
             rest = rest & (rest - Uint32(1))
             route = common.route_of(spec, at.base, place, token)
-            for b in cutlass.range(Int32(warp), plan.blocks2, 4, unroll=1):
+            for b in cutlass.range(Int32(warp), plan.blocks2, plan.hidden_warps, unroll=1):
                 block = Uint32(b)
                 up, gate = collect(spec, without, at, scratch, route, block * Uint32(128) + at.lane * Uint32(4), epoch)
                 act = clamped_swiglu(gate, up, limit)
@@ -59,6 +58,8 @@ def hidden_warps(
         ptx.fence_proxy_async()
         ptx.sync_warp()
         ptx.mbarrier_arrive_if(at.lane == Uint32(0), barrier(spec, at.base, "hidden", buffer))
+        turn = turn + Uint32(1)
+        run = common.await_run(spec, at.base, turn)
 
 
 @cute.jit

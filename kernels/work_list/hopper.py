@@ -1,7 +1,12 @@
-"""The list structure's MMA warps on Hopper: four warps, one warpgroup, run both GEMMs and store.
+"""The list structure's MMA warps on Hopper: warps 0-3 run GEMM1, and GEMM2 together with the helpers.
 
 A stage is 64 rows x 2 K blocks. Every K block goes into its own wgmma fragment, which is promoted into FP32 registers with its
 block scales, K ascending: a row's sum does not depend on which tokens are in the call.
+
+Where a W2 tile has few stages, the two warpgroups take tiles in turn: one stores while the other's MMAs run. Each waits for its own
+tiles' ``full`` only, and a parity wait must not be two phases early. It is not: when a stage is asked for, the one FLIGHTS stages
+before it is full, so a group that has seen its last tile has seen all stages up to FLIGHTS before that tile's end, and the group's next
+stage lies at most a tile more than that behind it: less than a ring.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from kernels import ptx
 from megamoe_aot.abi import FLAG_GATE_FIRST
 from megamoe_aot.spec import KernelSpec
-from megamoe_aot.work_list import SCALE_SLOTS, STAGE_BYTES, UNIT_ROWS
+from megamoe_aot.work_list import HELPER_WARP, SCALE_SLOTS, STAGE_BYTES, UNIT_ROWS
 
 from . import common, instructions
 from .common import Cta, Ring, barrier
@@ -24,20 +29,14 @@ from .producer import scale_shift
 
 
 @cute.jit
-def mma_warps(
-    spec: cutlass.Constexpr[KernelSpec],
-    without: cutlass.Constexpr[frozenset[str]],
-    at: Cta,
-    out: Int64,
-    scratch: Int64,
-    flags: Uint32,
+def w1_units(
+    spec: cutlass.Constexpr[KernelSpec], without: cutlass.Constexpr[frozenset[str]], at: Cta, scratch: Int64, flags: Uint32
 ) -> None:
-    """This CTA's W1 units, whose sums go out as packets, then its W2 tiles, whose sums are rows of ``out``."""
+    """Warps 0-3: this CTA's W1 units, whose sums go out as packets."""
     plan = spec.work_list
     ptx.mbarrier_wait(barrier(spec, at.base, "list"), Uint32(0))
     experts = common.expert_count(spec, at.base)
     epoch = common.launch_epoch(spec, at.base)
-    begin, end = common.w2_range(spec, at, experts)
     ring, done, ready = Ring(Uint32(0), Uint32(0)), Uint32(0), Uint32(0)
     size = common.deal_size(spec, at.tokens)
     for d in cutlass.range(Int32(common.first_deal(at)), Int32(common.deals(spec, at, experts)), Int32(at.grid), unroll=1):
@@ -55,28 +54,53 @@ def mma_warps(
             sums = add_part(Uint32(p), sums, acc)
         send_sums(spec, at, scratch, epoch, place, first_part, logical_row(spec, tile, flags) + at.warp * Uint32(16), mask, sums)
     ptx.mbarrier_arrive_if(at.lane == Uint32(0), barrier(spec, at.base, "w1"))
-    first, last = common.expert_range(plan, begin, end)
-    for e in cutlass.range(Int32(first), Int32(last), unroll=1):
-        place = Uint32(e)
-        turn = place - first
+
+
+def runs_w2_tiles(spec: KernelSpec, warp: Any) -> Any:
+    """Whether the warp is of one of the warpgroups that run W2 tiles."""
+    first = warp < Uint32(4)
+    if spec.work_list.tile_groups == 1:
+        return first
+    return first | ((warp >= Uint32(HELPER_WARP)) & (warp < Uint32(HELPER_WARP + 4)))
+
+
+@cute.jit
+def w2_tiles(spec: cutlass.Constexpr[KernelSpec], without: cutlass.Constexpr[frozenset[str]], at: Cta, out: Int64) -> None:
+    """One warpgroup's share of this CTA's W2 tiles, whose sums are rows of ``out``."""
+    plan = spec.work_list
+    groups = const_expr(plan.tile_groups)
+    row = (at.warp & Uint32(3)) * Uint32(16)
+    ptx.mbarrier_wait(barrier(spec, at.base, "list"), Uint32(0))
+    experts = common.expert_count(spec, at.base)
+    units = common.unit_count(spec, at, experts)
+    group = ptx.select(at.warp < Uint32(4), Uint32(0), Uint32(1))
+    turn, before = Uint32(0), Uint32(0)  # runs and tiles that came before
+    run = common.await_run(spec, at.base, turn)
+    while run.count != Uint32(0):
+        place = run.begin // Uint32(plan.tiles)
         buffer = turn & Uint32(1)
         mask = common.load_table(at.base, plan.mask, place)
         expert = common.load_table(at.base, plan.expert, place)
         ptx.mbarrier_wait(barrier(spec, at.base, "hidden", buffer), (turn >> Uint32(1)) & Uint32(1))
         operand = at.base + Uint32(plan.hidden) + buffer * Uint32(plan.blocks2 * plan.columns * 128)
         x_scale = at.base + Uint32(plan.hidden_scale) + buffer * Uint32(4 * plan.blocks2 * plan.columns)
-        low, high = common.tiles_of(plan, place, begin, end)
-        for j in cutlass.range(Int32(low), Int32(high), unroll=1):
-            tile = Uint32(j) - place * Uint32(plan.tiles)
-            scales = scale_slot(spec, at.base, done)
+        first = Uint32(0)
+        if const_expr(groups == 2):
+            first = (before ^ group) & Uint32(1)
+        for j in cutlass.range(Int32(first), Int32(run.count), groups, unroll=1):
+            tile = run.begin + Uint32(j) - place * Uint32(plan.tiles)
+            number = before + Uint32(j)
+            ring = common.ring_at(spec, units * Uint32(plan.stages1) + number * Uint32(plan.stages2))
+            scales = scale_slot(spec, at.base, units + number)
             if const_expr(plan.blocks2 % 4 != 0):
                 scales = scales + scale_shift(plan, expert, tile)
-            acc, ring = gemm(spec, without, plan.blocks2, at.base, at.lane, operand, scales, x_scale, ring)
+            acc, _ = gemm(spec, without, plan.blocks2, at.base, at.lane, operand, scales, x_scale, ring)
             ptx.sync_warp()  # as above; behind the last tile also for the arrival on free
-            done = done + Uint32(1)
             if const_expr("store" not in without):
-                store_rows(spec, at, out, place, tile * Uint32(UNIT_ROWS) + at.warp * Uint32(16), mask, acc)
+                store_rows(spec, at, out, place, tile * Uint32(UNIT_ROWS) + row, mask, acc)
         ptx.mbarrier_arrive_if(at.lane == Uint32(0), barrier(spec, at.base, "free", buffer))
+        turn, before = turn + Uint32(1), before + run.count
+        run = common.await_run(spec, at.base, turn)
 
 
 @cute.jit
@@ -215,7 +239,7 @@ def store_rows(spec: cutlass.Constexpr[KernelSpec], at: Cta, out: Int64, place: 
             line = out + (Int64(common.route_of(spec, at.base, place, token)) * Int64(spec.hidden) + Int64(first)) * Int64(2)
             pair = ptx.bf16x2(acc[4 * group + i], acc[4 * group + 2 + i])
             if const_expr(spec.layout == "trtllm_gen"):
-                instructions.store_global_b32_if(chosen, line, pair)
+                instructions.store_kept_b32_if(chosen, line, pair)
             else:
-                instructions.store_global_b16_if(chosen, line, pair)
-                instructions.store_global_b16_if(chosen, line + Int64(16), pair >> Uint32(16))
+                instructions.store_kept_b16_if(chosen, line, pair)
+                instructions.store_kept_b16_if(chosen, line + Int64(16), pair >> Uint32(16))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int64, Uint32
 
 from kernels.ptx import asm
+
+EVICT_LAST = 0x14F0000000000000
+"""The L2 policy word that createpolicy.fractional.L2::evict_last makes: for what the next kernel reads, beside a stream of weights."""
 
 
 def wgmma_fresh(columns: int, blocks: int, a: Any, b: Any) -> tuple[Float32, ...]:
@@ -68,6 +71,24 @@ def store_relaxed_u32x2(address: Any, low: Any, high: Any) -> None:
     asm("{ .reg .b64 w; mov.b64 w, {$1, $2}; st.relaxed.gpu.global.b64 [$0], w; }", "l,r,r", [address, low, high])
 
 
+def store_relaxed_u32(address: Any, value: Any) -> None:
+    asm("st.relaxed.gpu.global.b32 [$0], $1;", "l,r", [address, value])
+
+
+def take_pool_ticket(address: Any) -> Uint32:
+    """Add 1 to the word at ``address``; what it was before."""
+    return asm("atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", "=r,l", [address], [Uint32])
+
+
+def load_shared_u32x2(address: Any) -> tuple[Uint32, Uint32]:
+    low, high = asm("ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [address], [Uint32, Uint32])
+    return low, high
+
+
+def store_shared_u32x2(address: Any, low: Any, high: Any) -> None:
+    asm("st.shared.v2.b32 [$0], {$1, $2};", "r,r,r", [address, low, high])
+
+
 def reduce_shared_min(address: Any, value: Any) -> None:
     asm("red.relaxed.cta.shared::cta.min.u32 [$0], $1;", "r,r", [address, value])
 
@@ -98,13 +119,15 @@ def bulk_load(destination: Any, source: Any, byte_count: int, barrier: Any) -> N
     )
 
 
-def store_global_b32_if(condition: Any, address: Any, value: Any) -> None:
-    asm("@$0 st.global.b32 [$1], $2;", "b,l,r", [condition, address, value])
+def store_kept_b32_if(condition: Any, address: Any, value: Any) -> None:
+    """Into global memory, to stay in L2."""
+    asm("@$0 st.global.L2::cache_hint.b32 [$1], $2, $3;", "b,l,r,l", [condition, address, value, Int64(EVICT_LAST)])
 
 
-def store_global_b16_if(condition: Any, address: Any, value: Any) -> None:
-    """The low half of ``value``."""
-    asm("{ .reg .b16 h; cvt.u16.u32 h, $2; @$0 st.global.b16 [$1], h; }", "b,l,r", [condition, address, value])
+def store_kept_b16_if(condition: Any, address: Any, value: Any) -> None:
+    """The low half of ``value``, as :func:`store_kept_b32_if`."""
+    text = "{ .reg .b16 h; cvt.u16.u32 h, $2; @$0 st.global.L2::cache_hint.b16 [$1], h, $3; }"
+    asm(text, "b,l,r,l", [condition, address, value, Int64(EVICT_LAST)])
 
 
 def mbarrier_init(barrier: Any, arrivals: Any) -> None:
@@ -120,8 +143,3 @@ def mbarrier_expect(barrier: Any, byte_count: Any) -> None:
 def cta_barrier_arrive(number: int, threads: int) -> None:
     """Arrive on a named barrier without waiting for it."""
     asm(f"bar.arrive {number}, {threads};", "")
-
-
-def launch_dependents() -> None:
-    """Let the next kernel start, once every CTA of this grid has said so or ended."""
-    asm("griddepcontrol.launch_dependents;", "")

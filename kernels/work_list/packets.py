@@ -7,10 +7,11 @@ launch:
 |---|---|
 | 0 | u32 tickets taken in this launch |
 | 4 | u32 epoch of the last launch |
+| 64, 68 | u32 chunks taken from the pool by a launch of even, of odd epoch |
 | 128 + 8 * ((route * parts + part) * 2I + logical row) | packet |
 
-No launch has epoch 0, the packets' initial one. A packet that is out of use must not keep an epoch until it comes round again
-after 2^32 launches, hence :func:`sweep`.
+No launch has epoch 0, the packets' initial one; behind the last epoch comes 2, so that even and odd ones take turns. A packet that is
+out of use must not keep an epoch until it comes round again after 2^32 launches, hence :func:`sweep`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cutlass import Float32, Int64, Uint32
 
 from kernels import ptx
 from megamoe_aot.spec import KernelSpec
-from megamoe_aot.work_list import PACKET_BYTES, SCRATCH_HEADER
+from megamoe_aot.work_list import PACKET_BYTES, POOL_COUNTERS, SCRATCH_HEADER
 
 from . import instructions
 
@@ -32,14 +33,21 @@ from . import instructions
 def next_epoch(scratch: Int64, launched: Uint32) -> Any:
     """One thread per CTA: this launch's epoch. The last CTA to ask leaves the header ready for the next launch.
 
-    Ticket and epoch are one 64-bit word, read and advanced by one atomic: no order of two accesses to rely on.
+    Ticket and epoch are one 64-bit word, read and advanced by one atomic: no order of two accesses to rely on. The pool's counter
+    of the next launch is nobody's in this one.
     """
     tickets, before = instructions.take_ticket(scratch)
     epoch = before + Uint32(1)
-    epoch = ptx.select(epoch == Uint32(0), Uint32(1), epoch)
+    epoch = ptx.select(epoch == Uint32(0), Uint32(2), epoch)
     if tickets == launched - Uint32(1):
         instructions.store_relaxed_u32x2(scratch, Uint32(0), epoch)
+        instructions.store_relaxed_u32(pool_counter(scratch, epoch + Uint32(1)), Uint32(0))
     return epoch
+
+
+def pool_counter(scratch: Any, epoch: Any) -> Any:
+    """Global address of what the launch of ``epoch`` has taken from the pool, in chunks."""
+    return scratch + Int64(Uint32(POOL_COUNTERS) + (epoch & Uint32(1)) * Uint32(4))
 
 
 @cute.jit

@@ -10,18 +10,13 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from kernels import ptx
 from megamoe_aot.spec import KernelSpec
-from megamoe_aot.work_list import SCALE_SLOTS, STAGE_BYTES, UNIT_ROWS, ListPlan
+from megamoe_aot.work_list import FEW, FLIGHTS, SCALE_SLOTS, STAGE_BYTES, UNIT_ROWS, ListPlan
 
 from . import common, instructions
 from .common import Cta, Ring, barrier
 
 FIRST = 2
 """Stages that the producer asks for before it meets any other warp."""
-FLIGHTS = {"hopper": (3, 4), "blackwell": (5, 6)}
-FEW = 8192
-"""Stages in flight at most, while tokens * hidden <= FEW and beyond: with more, queues grow and the SMs drift apart (measured, see
-docs/performance.md). The ring is deeper: it fills only while the MMAs are held up. Blackwell's are not measured: as many bytes per SM as
-cover Hopper's latency at a B200's bandwidth, 1.6 times as high per SM."""
 
 
 class Stream(NamedTuple):
@@ -160,7 +155,7 @@ def w2_in_pairs(spec: KernelSpec) -> bool:
 def first_stages(spec: cutlass.Constexpr[KernelSpec], at: Cta, expert: Uint32, w13: Int64, w13_scale: Int64) -> None:
     """One thread: the first stages of the first unit, which no other warp's work stands before. ``expert``: that unit's."""
     plan = spec.work_list
-    unit = at.cta * common.deal_size(spec, at.tokens)
+    unit = common.first_deal(at) * common.deal_size(spec, at.tokens)
     if unit < Uint32(spec.top_k * plan.units):
         _, tile, part = common.split_unit(plan, unit)
         span = w1_span(spec, expert, tile, part, w13_scale, Uint32(0))
@@ -173,7 +168,13 @@ def first_stages(spec: cutlass.Constexpr[KernelSpec], at: Cta, expert: Uint32, w
 
 @cute.jit
 def produce(
-    spec: cutlass.Constexpr[KernelSpec], at: Cta, expert0: Uint32, w13: Int64, w2: Int64, w13_scale: Int64, w2_scale: Int64
+    spec: cutlass.Constexpr[KernelSpec],
+    at: Cta,
+    expert0: Uint32,
+    w13: Int64,
+    w2: Int64,
+    w13_scale: Int64,
+    w2_scale: Int64,
 ) -> None:
     """One thread: the stream after :func:`first_stages`. The first deal needs only token 0's experts; the rest waits for the list.
 
@@ -202,14 +203,19 @@ def produce(
             expert = common.load_table(at.base, plan.expert, place)
             stream = load_unit(spec, at.base, w13, w1_span(spec, expert, tile, part, w13_scale, done), Uint32(0), flight, stream)
             done = done + Uint32(1)
-    begin, end = common.w2_range(spec, at, experts)
-    for j in cutlass.range(Int32(begin), Int32(end), unroll=1):
-        place = Uint32(j) // Uint32(plan.tiles)
+    turn = Uint32(0)
+    run = common.await_run(spec, at.base, turn)
+    while run.count != Uint32(0):
+        ptx.mbarrier_arrive(barrier(spec, at.base, "begun"))
+        place = run.begin // Uint32(plan.tiles)
         expert = common.load_table(at.base, plan.expert, place)
-        tile = Uint32(j) - place * Uint32(plan.tiles)
-        span = w2_span(spec, expert, tile, w2_scale, done)
-        stream = load_tile(spec, at.base, w2, span, scale_shift(plan, expert, tile), flight, stream)
-        done = done + Uint32(1)
+        first = run.begin - place * Uint32(plan.tiles)
+        for j in cutlass.range(Int32(first), Int32(first + run.count), unroll=1):
+            span = w2_span(spec, expert, Uint32(j), w2_scale, done)
+            stream = load_tile(spec, at.base, w2, span, scale_shift(plan, expert, Uint32(j)), flight, stream)
+            done = done + Uint32(1)
+        turn = turn + Uint32(1)
+        run = common.await_run(spec, at.base, turn)
     if const_expr(spec.engine == "blackwell"):  # no commit may still be on its way to this CTA's barriers when it exits
         ring = stream.ring
         for _ in cutlass.range(plan.ring, unroll=1):

@@ -233,9 +233,13 @@ CASES = {
         INIT
         + "@%p1 bra FOLLOW;"
         + "".join(f"mbarrier.arrive.shared::cta.b64 _, [%r20]; {wait('%r20', str(i % 2))}" for i in range(3))
-        + "FOLLOW: bar.sync 0; {}",
+        + "FOLLOW: {} setp.eq.b32 %p3, %r7, 0; @%p3 bra END;"
+        + "mov.b32 %r9, 0;"
+        + "add.s32 %r9, %r9, 1;" * 300
+        + wait("%r20")
+        + "END:",
+        "bar.sync 0;",
         "",
-        "setp.eq.b32 %p3, %r7, 0; @%p3 bra END;" + wait("%r20") + "END:",
         TWO_WARPS,
     ),
     "expected bytes that never come": Case(
