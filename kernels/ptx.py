@@ -301,6 +301,7 @@ def launch_dependents() -> None:
 
 
 def launch_dependents_if(condition: Any) -> None:
+    """For straight-line code: a branch would let LLVM move code from before it behind it."""
     asm("@$0 griddepcontrol.launch_dependents;", "b", [condition])
 
 

@@ -10,8 +10,8 @@ FLAG_GATE_FIRST = 2
 """w13's gate rows come before its up rows (w13_order = "gate_up")."""
 
 FLAG_TRIGGER = 4
-"""Let the stream's next kernel start early (griddepcontrol.launch_dependents); the list structure and the finalize kernels. Safe only where that kernel
-waits (griddepcontrol.wait) before it touches anything that this launch reads or writes."""
+"""Let the stream's next kernel start early (griddepcontrol.launch_dependents); the list structure and the finalize kernels. Safe only
+where that kernel waits (griddepcontrol.wait) before it touches anything that this launch reads or writes."""
 
 TENSOR_MAP_BYTES = 128
 
