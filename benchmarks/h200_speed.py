@@ -75,8 +75,13 @@ class Form(NamedTuple):
 
     @property
     def leading(self) -> bool:
-        """Whether this is the structure's row with finalize, and the list's with a breakdown."""
+        """Whether this is how a caller launches who says nothing else: the list's row with a breakdown."""
         return self.pdl and not self.trigger
+
+    @property
+    def summed(self) -> bool:
+        """Whether the row has the time with finalize: of ``forward`` with the form's trigger."""
+        return self.pdl
 
 
 FORMS = (Form("list", True), Form("list", False), Form("list", True, trigger=True), Form("cluster", True))
@@ -212,11 +217,11 @@ class Calls:
         for number in range(count or len(self.inputs)):
             enqueue(self.layer(number), self.inputs[number], self.outputs[number], **options)
 
-    def forward(self) -> None:
+    def forward(self, **options: Any) -> None:
         """Enqueue all calls, each with the finalize launch behind it."""
         for number, batch in enumerate(self.inputs):
-            to = self.outputs[number]
-            self.layer(number).forward(batch.x, batch.logits, batch.bias, y=self.sums[number], out=to.out, ids=to.ids, weights=to.weights)
+            to, y = self.outputs[number], self.sums[number]
+            self.layer(number).forward(batch.x, batch.logits, batch.bias, y=y, out=to.out, ids=to.ids, weights=to.weights, **options)
 
     def eager(self) -> list[Outputs]:
         """Outputs of launches outside a graph, without PDL."""
@@ -420,9 +425,9 @@ class Bench:
             row["problems"] += not_linear(timing, time_graph(half, LAUNCHES // 2, self.replays))
         if not self.clocks:
             self.clocks = clocks_under(graph, self.device)
-        if form.leading:
-            calls.forward()
-            graph = capture(calls.forward)
+        if form.summed:
+            calls.forward(**options)
+            graph = capture(lambda: calls.forward(**options))
             calls.poison()
             with_finalize = self.time(graph).median
             row |= {"with_finalize_us": with_finalize, "ratio_with_finalize": with_finalize / row["floor_us"]}

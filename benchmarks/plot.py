@@ -34,14 +34,15 @@ Row = Mapping[str, Any]
 
 
 class Line(NamedTuple):
-    """One line of the picture and of the table."""
+    """One line of the picture or of the table."""
 
     title: str
     structure: str
     us: str
     ratio: str
-    colour: str
-    style: str
+    colour: str = ""
+    style: str = ""
+    trigger: bool = False
 
 
 LINES = (
@@ -50,6 +51,16 @@ LINES = (
     Line("cluster", "cluster", "ours_us", "ratio", "#d62728", "-"),
     Line("cluster, with finalize", "cluster", "with_finalize_us", "ratio_with_finalize", "#d62728", ":"),
 )
+"""Of the picture."""
+
+TABLE_LINES = (
+    LINES[0],
+    Line("list, with trigger", "list", "ours_us", "ratio", trigger=True),
+    LINES[1],
+    Line("list, with finalize and trigger", "list", "with_finalize_us", "ratio_with_finalize", trigger=True),
+    *LINES[2:],
+)
+"""Of the table: with the trigger, the next layer's launch starts while the line's last launch runs."""
 
 
 class Measured:
@@ -103,21 +114,25 @@ def provenance(measured: Measured) -> str:
 
 
 def times(measured: Measured) -> str:
-    """Floor, both structures, both with finalize: microseconds and time over floor, goals that are met in bold."""
+    """Floor, then TABLE_LINES: microseconds and time over floor, goals that are met in bold."""
     body = []
     for shape, model in measured.shapes.items():
         floors = [measured.row(shape, tokens, "list") or measured.row(shape, tokens, "cluster") for tokens in measured.tokens]
         body.append([f"**{shape}** {model}", "floor", *(number(row.get("floor_us")) for row in floors)])
         body.append(["", "unique experts", *(number(row.get("unique_experts")) for row in floors)])
-        for line in LINES:
-            cells = []
-            for tokens in measured.tokens:
-                row = measured.row(shape, tokens, line.structure)
-                ratio = row.get(line.ratio)
-                text = f"{number(row.get(line.us))} ({number(ratio, '.2f')})"
-                cells.append(f"**{text}**" if ratio is not None and ratio <= goal(line.ratio, tokens) else text)
-            body.append(["", line.title, *cells])
+        for line in TABLE_LINES:
+            rows = [(tokens, measured.row(shape, tokens, line.structure, trigger=line.trigger)) for tokens in measured.tokens]
+            body.append(["", line.title, *(time_cell(line, tokens, row) for tokens, row in rows)])
     return markdown(["shape", "us (time over floor)", *(f"M = {tokens}" for tokens in measured.tokens)], body)
+
+
+def time_cell(line: Line, tokens: int, row: Row) -> str:
+    """Microseconds and time over floor, in bold where the goal is met; a dash where the run has no such time."""
+    us, ratio = row.get(line.us), row.get(line.ratio)
+    if us is None or ratio is None:
+        return "-"
+    text = f"{us:.1f} ({ratio:.2f})"
+    return f"**{text}**" if ratio <= goal(line.ratio, tokens) else text
 
 
 def options(measured: Measured) -> str:

@@ -187,7 +187,7 @@ def test_record_of_a_list_kernel(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_record_of_a_finalize_kernel(arch: str) -> None:
     record = built(FinalizeSpec(4096, 8, arch)).record
-    assert [(p.name, p.size) for p in record.parameters] == [("out", 8), ("weights", 8), ("shared", 8), ("y", 8)]
+    assert [(p.name, p.size) for p in record.parameters] == [("out", 8), ("weights", 8), ("shared", 8), ("y", 8), ("flags", 4)]
     assert (record.code, record.symbol, record.block) == (f"finalize_h4096_k8_{arch}", f"finalize_h4096_k8_{arch}_0", 64)
     assert record.resident_ctas >= 2
 
@@ -235,7 +235,8 @@ TRIGGER = "griddepcontrol.launch_dependents;"
         (LIST, "griddepcontrol.wait;", "@%p1 griddepcontrol.wait;", "accesses memory of scratch"),
         (SPEC, "griddepcontrol.wait;", f"griddepcontrol.wait; {TRIGGER}", "must not let its successor start early"),
         (FINALIZE, ".minnctapersm 2", ".minnctapersm 1", ".minnctapersm is 1, the budget is 2"),
-        (FINALIZE, "griddepcontrol.wait;", f"griddepcontrol.wait; {TRIGGER}", "must not let its successor start early"),
+        (FINALIZE, "griddepcontrol.wait;", f"griddepcontrol.wait; {TRIGGER}", "the launch argument cannot turn it off"),
+        (FINALIZE, TRIGGER, "griddepcontrol.wait;", "the PTX lacks ['griddepcontrol.launch_dependents']"),
         (FINALIZE, "griddepcontrol.wait;", "@%p1 griddepcontrol.wait;", "accesses memory of out"),
         (FINALIZE, ".entry", ".extern .shared .align 16 .b8 s[];\n.visible .entry", "aligned to 16, the swizzle needs None"),
     ],

@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import emulator
-from emulator import Buffer, Launch, Pointer
+from emulator import Buffer, Checks, Launch, Pointer
 from kernels.build.compile import ROOT
 from kernels.build.cubin import read_cubin
 from kernels.build.pdl import pdl_problems
 from kernels.build.ptx import read_entry
 from kernels.build.ptxas_log import read_log
 from megamoe_aot import reference
+from megamoe_aot.abi import FLAG_TRIGGER
 from megamoe_aot.finalize import PARAMETERS, FinalizeSpec
 from megamoe_aot.menu import menu_specs
 from megamoe_aot.spec import ARCHS, KernelSpec, SpecError
@@ -147,10 +148,13 @@ def test_code(spec: FinalizeSpec) -> None:
     assert (report.arch, report.spill_bytes, facts.stack_bytes, facts.static_shared) == (spec.arch, 0, 0, 0)
     assert report.warnings == () and entry.shared_align is None
     assert facts.registers <= (64 if spec.top_k <= 8 else 128)
-    inputs = {q.name: p.name for p, q in zip(PARAMETERS, entry.parameters, strict=True) if p.name != "y"}
-    assert pdl_problems(entry, inputs) == []
+    inputs = {q.name: p.name for p, q in zip(PARAMETERS, entry.parameters, strict=True) if p.kind == "pointer" and p.name != "y"}
+    assert pdl_problems(entry, inputs, may_trigger=True) == []
     assert len(entry.find("ld.global", "v4")) == spec.top_k + 1 and len(entry.find("st.global", "v4")) == 1
     assert not entry.find("bra"), "straight-line code"
+    (wait,), (trigger,) = entry.find("griddepcontrol.wait"), entry.find("griddepcontrol.launch_dependents")
+    assert wait.guard is None and trigger.guard is not None and trigger.index == wait.index + 1
+    assert entry.statements[trigger.index + 1].matches("ld.global"), "the addresses are there before the wait"
 
 
 @pytest.mark.parametrize("spec", [*SMALL, *LARGE], ids=name)
@@ -162,13 +166,26 @@ def test_loads_are_in_flight_together(spec: FinalizeSpec) -> None:
     before = opcodes[wait:first_use]
     assert sum(opcode.startswith("LDG.E.128") for opcode in before) >= min(spec.top_k, 16)
     assert not any(opcode.startswith(("LDG", "STG")) for opcode in opcodes[:wait])
+    first_load = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("LDG"))
+    assert opcodes.count("PREEXIT") == 1 and wait < opcodes.index("PREEXIT") < first_load
 
 
 # ---- emulated runs ----
 
 
-def run(spec: FinalizeSpec, out: Tensor, weights: Tensor, shared: Tensor | None, ptx: str | None = None) -> tuple[Tensor, emulator.Result]:
-    """(y, what the emulator found). Buffers are as badly aligned as the ABI allows, inputs appear at the dependency wait only."""
+def run(
+    spec: FinalizeSpec,
+    out: Tensor,
+    weights: Tensor,
+    shared: Tensor | None,
+    ptx: str | None = None,
+    flags: int = 0,
+    dependents_wait: bool = False,
+) -> tuple[Tensor, emulator.Result]:
+    """(y, what the emulator found). Buffers are as badly aligned as the ABI allows, inputs appear at the dependency wait only.
+
+    Unless ``dependents_wait``, a CTA that stores after its trigger is a finding.
+    """
     tokens = len(weights)
     y = np.full(tokens * spec.hidden * 2, 0xFF, np.uint8)
 
@@ -183,14 +200,15 @@ def run(spec: FinalizeSpec, out: Tensor, weights: Tensor, shared: Tensor | None,
         ptx or codes()[spec].ptx,
         Launch((spec.grid(tokens), 1, 1), (spec.block_threads, 1, 1)),
         buffers,
-        [Pointer(p.name if p.name in named else None) for p in PARAMETERS],
+        [flags if p.name == "flags" else Pointer(p.name if p.name in named else None) for p in PARAMETERS],
+        checks=Checks(dependents_wait=dependents_wait),
     )
     return torch.from_numpy(y).view(torch.bfloat16).view(tokens, spec.hidden), result
 
 
-def check(spec: FinalizeSpec, out: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+def check(spec: FinalizeSpec, out: Tensor, weights: Tensor, shared: Tensor | None, flags: int = 0) -> Tensor:
     """y, after comparing it with the reference: equal bits, and 0x7fff where the reference has a NaN."""
-    got, result = run(spec, out, weights, shared)
+    got, result = run(spec, out, weights, shared, flags=flags, dependents_wait=flags == FLAG_TRIGGER)
     assert result.findings == [], result.report()
     want = reference.finalize(out, weights, shared)
     wanted_bits = torch.where(want.isnan(), torch.tensor(0x7FFF, dtype=torch.int16), want.view(torch.int16))
@@ -217,12 +235,25 @@ def any_bits(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Ten
     return torch.where(torch.randint(0, 8, shape, generator=generator) == 0, special, bits)
 
 
+@pytest.mark.parametrize("flags", [0, FLAG_TRIGGER], ids=["", "trigger"])
 @pytest.mark.parametrize("with_shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("spec", SMALL, ids=name)
-def test_normal_inputs(spec: FinalizeSpec, tokens: int, with_shared: bool) -> None:
+def test_normal_inputs(spec: FinalizeSpec, tokens: int, with_shared: bool, flags: int) -> None:
     out, weights, shared = normal_inputs(spec, tokens, seed=tokens)
-    check(spec, out, weights, shared if with_shared else None)
+    check(spec, out, weights, shared if with_shared else None, flags)
+
+
+@pytest.mark.parametrize("spec", [*SMALL, *LARGE], ids=name)
+def test_only_the_trigger_flag_lets_dependents_start(spec: FinalizeSpec) -> None:
+    """y is stored behind the trigger, which the emulator reports unless it is told that dependents wait."""
+    inputs = normal_inputs(spec, 1, seed=0)
+    for flags in (0, 0xFFFFFFFF ^ FLAG_TRIGGER):
+        _, result = run(spec, *inputs, flags=flags)
+        assert result.findings == [], result.report()
+    for flags in (FLAG_TRIGGER, 0xFFFFFFFF):
+        _, result = run(spec, *inputs, flags=flags)
+        assert result.ids() == {"E-PDL"} and "after this CTA's launch_dependents" in result.report()
 
 
 @pytest.mark.parametrize("spec", LARGE, ids=name)
@@ -318,6 +349,7 @@ def test_a_token_depends_on_its_own_rows_only() -> None:
 
 DAMAGE = {
     "no dependency wait": (r"griddepcontrol\.wait;", "", {"E-PDL"}),
+    "a trigger unasked": (r"@%p\d+ griddepcontrol\.launch_dependents;", "griddepcontrol.launch_dependents;", {"E-PDL"}),
     "a row too far": (r"shr\.u32 (\s*%r\d+, %r\d+), 1;", r"shr.u32 \1, 0;", {"E-GLOBAL"}),
     "a store moved by a word": (r"st\.global\.v4\.b32 \[(%rd\d+)\]", r"st.global.v4.b32 [\1+4]", {"E-GLOBAL"}),
 }

@@ -374,11 +374,25 @@ def test_forward_is_two_chained_launches(fake: FakeDriver, structure: str, token
         "weights": call["weights"].address,
         "shared": call["shared"].address if shared else 0,
         "y": call["y"].address,
+        "flags": 0,
     }
     assert {name: moe.arguments[name] for name in ("x", "logits", "bias", "out", "ids", "weights")} == {
         name: call[name].address for name in ("x", "logits", "bias", "out", "ids", "weights")
     }
     assert fake.stack == []
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+@pytest.mark.parametrize("structure", ["list", "cluster"])
+def test_forwards_trigger_is_a_flag_of_one_finalize_launch(fake: FakeDriver, structure: str, pdl: bool) -> None:
+    """With either structure, with PDL or without; the MoE launch's own trigger does not follow it."""
+    layer_ = bound(16, structure)
+    call = forward_arguments(layer_, 3)
+    for trigger in (False, True, False):
+        layer_.forward(**call, stream=STREAM, pdl=pdl, trigger=trigger)
+    assert [it.arguments["flags"] for it in fake.launches[1::2]] == [0, FLAG_TRIGGER, 0]
+    assert [it.arguments["flags"] for it in fake.launches[::2]] == [FLAG_TRIGGER if structure == "list" and pdl else 0] * 3
+    assert [it.pdl for it in fake.launches] == [pdl] * 6
 
 
 def test_the_call_without_finalize_stays(fake: FakeDriver) -> None:
@@ -512,6 +526,8 @@ def test_mega_experts_forward_allocates_everything(fake: FakeDriver, torch_on_gp
     assert last.arguments["y"] == y.data_ptr() and last.arguments["shared"] == shared.data_ptr()
     assert last.arguments["out"] == moe.arguments["out"] != 0
     assert torch_on_gpu == [], "torch's own stream orders the reuse of temporaries"
+    experts.forward(x, logits, None, shared, trigger=True)
+    assert [it.arguments["flags"] for it in fake.launches if it.symbol.startswith("finalize")] == [0, FLAG_TRIGGER]
 
 
 def test_temporaries_on_another_stream_are_recorded(fake: FakeDriver, torch_on_gpu: list[Any]) -> None:

@@ -110,10 +110,10 @@ def test_agrees_with_the_reference(subject: Subject, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 5, 16])
 def test_both_structures_agree_within_the_contracts_bounds(subject: Subject, tokens: int) -> None:
     """They add in different orders: the list kernel against the cluster's reference. Routing is the same bit by bit."""
-    inputs = subject.inputs(tokens, seed=1)
+    inputs = subject.inputs(tokens)
     ours, theirs = run(subject.list, inputs), run(subject.cluster, inputs)
     assert torch.equal(ours.ids, theirs.ids) and torch.equal(bits(ours.weights), bits(theirs.weights))
-    report = compare(subject.problem(tokens, seed=1).reference(logits_dtype=torch.bfloat16), *ours.cpu())
+    report = compare(subject.problem(tokens).reference(logits_dtype=torch.bfloat16), *ours.cpu())
     assert report.ok, report.reason
 
 
@@ -267,17 +267,18 @@ def test_forward_has_the_bits_of_the_reference_sum(subject: Subject, tokens: int
     shared = torch.randn(tokens, subject.spec.hidden, device=subject.device).bfloat16() if with_shared else None
     got = run(layer, inputs)
     want = reference.finalize(got.out.cpu(), got.weights.cpu(), None if shared is None else shared.cpu())
-    for pdl in (True, False, True):
-        y = layer.forward(inputs.x, inputs.logits, inputs.bias, shared, pdl=pdl)
+    for pdl, trigger in ((True, False), (False, False), (True, True), (False, True), (True, False)):
+        y = layer.forward(inputs.x, inputs.logits, inputs.bias, shared, pdl=pdl, trigger=trigger)
         assert torch.equal(bits(y.cpu()), bits(want))
 
 
-def test_forward_back_to_back(subject: Subject) -> None:
+@pytest.mark.parametrize("trigger", [False, True], ids=["", "trigger"])
+def test_forward_back_to_back(subject: Subject, trigger: bool) -> None:
     """Each launch may start while the one before it runs; temporaries go from hand to hand."""
     batches = [subject.inputs(4, seed) for seed in range(4)]
     want = [subject.list.forward(b.x, b.logits, b.bias, pdl=False).clone() for b in batches]
     torch.cuda.synchronize()
-    got = [subject.list.forward(b.x, b.logits, b.bias) for _ in range(50) for b in batches]
+    got = [subject.list.forward(b.x, b.logits, b.bias, trigger=trigger) for _ in range(50) for b in batches]
     torch.cuda.synchronize()
     assert all(torch.equal(bits(y), bits(want[number % 4])) for number, y in enumerate(got))
 
