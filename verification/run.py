@@ -48,14 +48,14 @@ from .problem import EmulatedCall, Outcome
 ROLES = {
     ("cluster", "sm_90a"): {"consumers": (0, 1, 2, 3), "producer": (4,)},
     ("cluster", "sm_100f"): {"producer": (0,), "MMA": (1,), "consumers": (2, 3, 4, 5)},
-    ("list", "sm_90a"): {"MMA": (0, 1, 2, 3), "hidden": (4, 5, 6, 7), "producer": (8,), "list": (9,), "helpers": (10, 11, 12, 13)},
+    ("list", "sm_90a"): {"MMA": (0, 1, 2, 3), "hidden": (4, 5, 6, 7), "helpers": (8, 9, 10, 11), "producer": (12,), "list": (13,)},
     ("list", "sm_100f"): {
         "sums": (0, 1, 2, 3),
         "hidden": (4, 5, 6, 7),
-        "producer": (8,),
-        "list": (9,),
-        "MMA": (10,),
-        "helpers": (11, 12, 13, 14),
+        "helpers": (8, 9, 10, 11),
+        "producer": (12,),
+        "list": (13,),
+        "MMA": (14,),
     },
 }
 """Warp indices of each role, by (structure, arch)."""
