@@ -229,11 +229,12 @@ def work_list(request: pytest.FixtureRequest) -> KernelSpec:
 
 
 def test_list_launch(work_list: KernelSpec) -> None:
-    """One CTA per SM, no clusters, one ticket; dependents start early only behind the launch's flag."""
+    """One CTA per SM, no clusters, one ticket and those of the pool; dependents start early only behind the launch's flag."""
     entry = ptx(work_list)
     assert entry.block == (work_list.block_threads, 1, 1) and entry.min_ctas == 1 and entry.shared_align == 1024
     assert not entry.find("barrier.cluster") + entry.find("st.async") + entry.find("mapa")
-    assert len(entry.find("atom")) == len(entry.find("atom", "relaxed", "gpu", "global", "add", "u64")) == 1
+    tickets, pool = (entry.find("atom", "relaxed", "gpu", "global", "add", kind) for kind in ("u64", "u32"))
+    assert len(tickets) == 1 and len(pool) >= 1 and len(entry.find("atom")) == len(tickets) + len(pool)
     triggers = entry.find("griddepcontrol.launch_dependents")
     assert len(triggers) == 1
     assert len(entry.find("griddepcontrol.wait")) == 2, "the producer, and all others that touch global memory"
