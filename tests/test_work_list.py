@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megamoe_aot.spec import ENGINES, KernelSpec
+from megamoe_aot.work_list import POOL_COUNTERS
 from tests.list_call import ListCall, compile_kernels
 from verification.problem import Outcome
 
@@ -39,6 +40,7 @@ SMALL = {"hidden": 1024, "inter": 128, "experts": 32, "top_k": 2}
 """Two K parts of 4 K blocks in GEMM1, one K block in GEMM2: a W2 stage holds a single block."""
 ONE = Case("one token", 1, 4, {})
 EIGHT = Case("eight tokens", 8, 8, {"layout": "row_major"}, "async-last")
+POOL = Case("one part, a pool", 1, 6, {"inter": 512, "top_k": 8})
 CASES = (
     ONE,
     EIGHT,
@@ -64,7 +66,7 @@ CASES = (
         {"inter": 384, "columns": 16, "scoring": "softmax", "limit": 2.0, "ue8m0": True},
         "starve-cta",
     ),
-    Case("one part", 1, 6, {"inter": 512, "top_k": 8}),
+    POOL,
 )
 """Each kernel takes seconds to compile and to emulate, so a case shows several things; ``verification run`` has menu entries."""
 
@@ -122,6 +124,29 @@ def test_launches_on_one_scratch(arch: str) -> None:
         call.scratch = scratch
         check(call, call.emulate(ptx_of(ONE, arch), seed=number))
         assert epochs(call) == (0, epoch)
+
+
+def taken(call: ListCall) -> list[int]:
+    """What launches of even and of odd epoch have taken from the pool, in chunks."""
+    return call.scratch[POOL_COUNTERS : POOL_COUNTERS + 8].view(np.uint32).tolist()
+
+
+@pytest.mark.parametrize("arch", ENGINES)
+def test_the_pool_is_used_and_its_next_counter_is_zero(arch: str) -> None:
+    """768 stages, of which the pool holds a fifth: 76 tiles in chunks of two. Each of the six CTAs also asks once in vain."""
+    call, _ = emulated(POOL.name, arch)
+    assert epochs(call) == (0, 1)
+    assert taken(call) == [0, 38 + 6]
+
+
+def test_the_pools_counters_take_turns_also_where_epochs_wrap() -> None:
+    calls = [ListCall(POOL.spec("sm_90a"), 1, 6, seed=seed) for seed in (0, 1)]
+    scratch = calls[0].scratch
+    scratch[4:8].view(np.uint32)[0] = 0xFFFFFFFE
+    for call, epoch, counters in zip(calls, (0xFFFFFFFF, 2), ([0, 44], [44, 0]), strict=True):
+        call.scratch = scratch
+        check(call, call.emulate(ptx_of(POOL, "sm_90a")))
+        assert epochs(call) == (0, epoch) and taken(call) == counters
 
 
 @pytest.mark.parametrize("arch", ENGINES)
