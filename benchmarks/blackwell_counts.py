@@ -195,9 +195,7 @@ def main() -> int:
         rows.append(row_of(spec))
         print(rows[-1], flush=True)
     write_json(arguments.out / FILE_NAME, header(), rows=rows)
-    print(
-        table(rows, ("arch", "structure", "registers", "shared_bytes", "sass_instructions", "before_first_box", "bytes_in_flight_per_sm"))
-    )
+    print(table(rows, COLUMNS))
     return 0
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from emulator import OFF
 from megamoe_aot.spec import ENGINES, KernelSpec
 from megamoe_aot.work_list import POOL_COUNTERS
 from tests.list_call import ListCall, compile_kernels
@@ -41,6 +42,8 @@ SMALL = {"hidden": 1024, "inter": 128, "experts": 32, "top_k": 2}
 ONE = Case("one token", 1, 4, {})
 EIGHT = Case("eight tokens", 8, 8, {"layout": "row_major"}, "async-last")
 POOL = Case("one part, a pool", 1, 6, {"inter": 512, "top_k": 8})
+IDLE = Case("idle CTA", 1, 73, {"inter": 384, "top_k": 6})
+"""144 W1 units, two for each of 72 CTAs. Unlike :data:`CASES` emulated without the sanitizer."""
 CASES = (
     ONE,
     EIGHT,
@@ -74,7 +77,7 @@ CASES = (
 @functools.cache
 def codes() -> dict[KernelSpec, str]:
     """The PTX of every case."""
-    wanted = list(dict.fromkeys(case.spec(arch).code for arch in ENGINES for case in CASES))
+    wanted = list(dict.fromkeys(case.spec(arch).code for arch in ENGINES for case in (*CASES, IDLE)))
     return dict(zip(wanted, compile_kernels(wanted), strict=True))
 
 
@@ -147,6 +150,22 @@ def test_the_pools_counters_take_turns_also_where_epochs_wrap() -> None:
         call.scratch = scratch
         check(call, call.emulate(ptx_of(POOL, "sm_90a")))
         assert epochs(call) == (0, epoch) and taken(call) == counters
+
+
+def test_an_idle_cta_asks_for_no_weights() -> None:
+    """Nobody would wait for its boxes, and its shared memory is another CTA's when they land. It stands where a unit's number would.
+
+    With the default schedule: boxes that nobody waits for must land to be seen.
+    """
+    call = ListCall(IDLE.spec("sm_90a"), 1, IDLE.processors)
+    outcome = call.emulate(ptx_of(IDLE, "sm_90a"), checks=OFF)
+    report, _ = call.judge(outcome)
+    assert report.ok, report.reason
+    asked = set()
+    for cta, timeline in outcome.result.timelines.items():
+        if any(event.kind == "load" and event.label.startswith("stage") for event in timeline.events):
+            asked.add(cta)
+    assert asked == set(range(72))
 
 
 @pytest.mark.parametrize("arch", ENGINES)

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kernels.work_list import common
 from megamoe_aot.menu import MENU, specs_of
-from megamoe_aot.spec import KernelSpec
+from megamoe_aot.spec import ENGINES, KernelSpec
 from megamoe_aot.work_list import (
     ACC_BUFFERS,
     FLIGHTS,
@@ -40,12 +40,30 @@ def cta(spec: KernelSpec, index: int, launched: int, tokens: int) -> common.Cta:
 
 
 @st.composite
+def specs(draw: st.DrawFn) -> KernelSpec:
+    """Any shape and width that the list structure has a plan for."""
+    experts = 32 * draw(st.integers(1, 16))
+    spec = KernelSpec(
+        hidden=1024 * draw(st.integers(1, 8)),
+        inter=128 * draw(st.integers(1, 16)),
+        experts=experts,
+        top_k=draw(st.integers(1, min(32, experts))),
+        arch=draw(st.sampled_from(sorted(ENGINES))),
+        structure="list",
+        columns=(columns := draw(st.sampled_from([8, 16]))),
+        tokens=columns,
+    )
+    assume(ListPlan.of(spec) is not None)
+    return spec
+
+
+@st.composite
 def calls(draw: st.DrawFn) -> tuple[KernelSpec, int, int, int]:
-    """A list entry of the menu, M, how many unique experts, CTAs."""
-    spec = draw(st.sampled_from(LISTS))
+    """A list entry of the menu or any other, M, how many unique experts, CTAs."""
+    spec = draw(st.sampled_from(LISTS) | specs())
     tokens = draw(st.integers(1, spec.columns))
     experts = draw(st.integers(spec.top_k, min(spec.experts, tokens * spec.top_k)))
-    return spec, tokens, experts, draw(st.integers(max(16, tokens), 160))
+    return spec, tokens, experts, draw(st.integers(tokens, 160))
 
 
 @given(calls())
@@ -96,10 +114,20 @@ def test_the_pool_is_for_long_launches(call: tuple[KernelSpec, int, int, int]) -
     at = cta(spec, 0, launched, tokens)
     stages = experts * (plan.units * plan.stages1 + plan.tiles * plan.stages2)
     assert (common.pool_begin(spec, at, experts) < experts * plan.tiles) == (stages >= POOL_STAGES * at.grid)
+    assert launched * stages < 2**32, "common._w2_bound multiplies them in 32 bits"
 
 
 @pytest.mark.parametrize("spec", LISTS, ids=lambda spec: spec.name)
+def test_bounds_of_the_menu(spec: KernelSpec) -> None:
+    check_bounds(spec)
+
+
+@given(specs())
 def test_bounds(spec: KernelSpec) -> None:
+    check_bounds(spec)
+
+
+def check_bounds(spec: KernelSpec) -> None:
     """What the kernels' comments promise of rings, queues and chunks."""
     plan = spec.work_list
     assert isinstance(plan, ListPlan)

@@ -75,7 +75,8 @@ def shared_labels(spec: KernelSpec) -> dict[int, str]:
     """Byte offset in dynamic shared memory -> name, for the emulator's reports."""
     plan = spec.work_list
     labels = {stage * STAGE_BYTES: f"stage[{stage}]" for stage in range(plan.ring)}
-    for name in ("x_tile", "hidden", "x_scale", "hidden_scale", "ids", "first", "expert", "mask", "route", "count", "routing", "tmem"):
+    tables = ("ids", "first", "expert", "mask", "route", "count", "runs", "routing", "tmem")
+    for name in ("x_tile", "hidden", "x_scale", "hidden_scale", *tables):
         labels[getattr(plan, name)] = name
     labels |= {plan.slots + slot * plan.slot_bytes: f"slot[{slot}]" for slot in range((plan.x_scale - plan.slots) // plan.slot_bytes)}
     for name, (number, _) in plan.barrier_counts.items():

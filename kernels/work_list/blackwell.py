@@ -1,4 +1,4 @@
-"""The list structure's MMAs on Blackwell: one thread of warp 10 issues them, the four MMA warps read what they made and store.
+"""The list structure's MMAs on Blackwell: one thread of warp 14 issues them, the four MMA warps read what they made and store.
 
 A stage is 64 weight rows x 2 K blocks. Every K block has its own ``columns`` TMEM columns, which its first MMA overwrites; the MMA
 warps add the blocks up with their block scales, K ascending: a row's sum does not depend on which tokens are in the call.
