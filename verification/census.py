@@ -170,8 +170,10 @@ COUNTERS: dict[str, Predicate] = {
     "st.global 8": _access("st", "global", 8),
     "st.global 16": _access("st", "global", 16),
     "ld.relaxed.gpu 16": _relaxed("ld", 16),
+    "st.relaxed.gpu 4": _relaxed("st", 4),
     "st.relaxed.gpu 8": _relaxed("st", 8),
     "st.relaxed.gpu 16": _relaxed("st", 16),
+    "atom.add.u32": _is("atom.relaxed.gpu", "global", "add", "u32"),
     "atom.add.u64": _is("atom.relaxed.gpu", "global", "add", "u64"),
     "red.shared min": _is("red.relaxed.cta", "min", "u32"),
     "red.shared or": _is("red.relaxed.cta", "or", "b32"),
@@ -179,6 +181,7 @@ COUNTERS: dict[str, Predicate] = {
     "ld.shared 2": _access("ld", "shared", 2),
     "st.shared 2": _access("st", "shared", 2),
     "st.shared 4": _access("st", "shared", 4),
+    "st.shared 8": _access("st", "shared", 8),
     "st.shared 16": _access("st", "shared", 16),
     "cvt e4m3x2": _is("cvt", "e4m3x2"),
     "cvt bf16x2": _is("cvt", "bf16x2"),
@@ -288,11 +291,13 @@ LINES = (
     Line("packet load", r"LDG\.E\.128\.STRONG\.GPU", (Term("ld.relaxed.gpu 16"),)),
     Line("packet store, 16 bytes", r"STG\.E\.128\.STRONG\.GPU", (Term("st.relaxed.gpu 16"),)),
     Line("relaxed store, 8 bytes", r"STG\.E\.64\.STRONG\.GPU", (Term("st.relaxed.gpu 8"),)),
+    Line("relaxed store, 4 bytes", r"STG\.E\.STRONG\.GPU", (Term("st.relaxed.gpu 4"),)),
+    Line("ticket of the pool", r"ATOMG\.E\.ADD\.STRONG\.GPU", (Term("atom.add.u32"),)),
     Line("ticket", r"ATOMG\.E\.ADD\.64\.STRONG\.GPU", (Term("atom.add.u64"),)),
     Line("shared minimum", r"ATOMS\.MIN", (Term("red.shared min"),)),
     Line("shared load, 2 bytes", r"LDS\.U16", (Term("ld.shared 2"),)),
     Line("shared store, 2 bytes", r"STS\.U16", (Term("st.shared 2"),)),
-    Line("shared store, 8 bytes", r"STS\.64", ()),
+    Line("shared store, 8 bytes", r"STS\.64", (Term("st.shared 8"),)),
     Line("shared load, any width", r"LDS(\.64|\.128)?", (Term("ld.shared", 1, "dead components"), Term("tcgen05.dealloc", 2, _TMEM))),
     Line("shared store, 4 bytes", r"STS", (Term("st.shared 4"), Term("tcgen05.alloc", 1, _TMEM))),
     Line("shared store, 16 bytes", r"STS\.128", (Term("st.shared 16"),)),
@@ -326,6 +331,7 @@ UNDERIVED = {
     "warp maximum": "copies of the routing's loops",
     "warp minimum": "copies of the routing's loops",
     "shuffle from a lane": "copies of the routing's loops",
+    "warp vote": "one fewer in two kernels: a result that is the same in all lanes may go to a uniform register, by an opcode of its own",
     "shared load, any width": "neighbouring loads are joined, and loads of tables repeated",
     "shared store, 4 bytes": "neighbouring stores are joined",
     "shared store, 8 bytes": "neighbouring stores are joined",
@@ -349,7 +355,7 @@ PLAIN_PTX = frozenset(
 PLAIN_SASS = re.compile(
     r"(FADD|FMUL|FFMA|FMNMX3?|FSEL|FSETP|HFMA2|F2I|I2F|I2FP|BREV|FLO|IABS"
     r"|IADD3|IMAD|ISETP|LEA|LOP3|MOV|POPC|PRMT|SEL|SHF|VIADD|VIADDMNMX|VIMNMX3?|P2R|R2P|PLOP3|CS2R|S2R|S2UR|R2UR"
-    r"|UIADD3|UIMAD|UISETP|ULEA|ULOP3|UMOV|UPLOP3|UPOPC|USEL|USHF|UFLO"
+    r"|UIADD3|UIMAD|UISETP|ULEA|ULOP3|UMOV|UPLOP3|UPOPC|USEL|USHF|UFLO|UPRMT|UBREV"
     r"|VOTEU\.(ALL|ANY)"  # makes a uniform value of a predicate
     r"|LDC|LDCU|ULDC|BRA|BSSY|BSYNC|EXIT|NOP|YIELD|ENDCOLLECTIVE)(\..*)?"
 )
