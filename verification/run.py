@@ -38,6 +38,7 @@ from megamoe_aot.abi import FLAG_TRIGGER
 from megamoe_aot.manifest import Entry, Manifest
 from megamoe_aot.menu import LEAD, QWEN3_30B, QWEN35_35B
 from megamoe_aot.spec import KernelSpec
+from megamoe_aot.work_list import HELPER_WARP, ISSUE_WARP, LIST_WARP, PRODUCER_WARP
 from tests.data import BAD_TOKEN
 
 from . import results
@@ -45,18 +46,17 @@ from .artifacts import read_ptx
 from .list_call import ListCall
 from .problem import EmulatedCall, Outcome
 
+_LIST_ROLES = {
+    "hidden": (4, 5, 6, 7),
+    "helpers": tuple(range(HELPER_WARP, HELPER_WARP + 4)),
+    "producer": (PRODUCER_WARP,),
+    "list": (LIST_WARP,),
+}
 ROLES = {
     ("cluster", "sm_90a"): {"consumers": (0, 1, 2, 3), "producer": (4,)},
     ("cluster", "sm_100f"): {"producer": (0,), "MMA": (1,), "consumers": (2, 3, 4, 5)},
-    ("list", "sm_90a"): {"MMA": (0, 1, 2, 3), "hidden": (4, 5, 6, 7), "helpers": (8, 9, 10, 11), "producer": (12,), "list": (13,)},
-    ("list", "sm_100f"): {
-        "sums": (0, 1, 2, 3),
-        "hidden": (4, 5, 6, 7),
-        "helpers": (8, 9, 10, 11),
-        "producer": (12,),
-        "list": (13,),
-        "MMA": (14,),
-    },
+    ("list", "sm_90a"): {"MMA": (0, 1, 2, 3), **_LIST_ROLES},
+    ("list", "sm_100f"): {"sums": (0, 1, 2, 3), **_LIST_ROLES, "MMA": (ISSUE_WARP,)},
 }
 """Warp indices of each role, by (structure, arch)."""
 

@@ -73,9 +73,10 @@ def access_of(decoder: Decoder, instruction: Instruction, address_width: int) ->
     width, count = TYPE_WIDTH[parts[-1]], int(parts[-2][1:]) if parts[-2] in ("v2", "v4") else 1
     load = parts[0] == "ld"
     hinted = "L2::cache_hint" in parts
-    value, address, *hint = decoder.expect(2) if load else (decoder.expect(2 + hinted)[i] for i in (1, 0, *range(2, 2 + hinted)))
-    for policy in hint:
-        decoder.source(policy, 64)  # says what L2 should keep: nothing that a program could tell
+    first, second, *policy = decoder.expect(3 if hinted else 2)
+    value, address = (first, second) if load else (second, first)
+    if hinted:
+        decoder.source(policy[0], 64)  # says what L2 should keep: nothing that a program could tell
     base, offset = decoder.address(address, address_width)
     find = decoder.result if load else decoder.source
     registers = tuple(find(item, width, wider=True) for item in decoder.vector(value, count))

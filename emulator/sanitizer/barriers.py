@@ -108,11 +108,17 @@ class BarrierChecks:
         state: BarrierClock = barrier.clock
         phase = barrier.phase - 1
         threads = clock.index * LANES + lanes.index
+        if (phase - state.seen[threads] >= 3).any():
+            self._look_for_lapped(barrier, clock, lanes, phase)
+        state.seen[threads] = phase
+        clock.acquire(lanes, state.complete, scope, relaxed)
+
+    def _look_for_lapped(self, barrier: Mbarrier, clock: WarpClock, lanes: Lanes, phase: int) -> None:
+        """Of lanes that did not see the last phases themselves: those that do not know of them through others either."""
+        state: BarrierClock = barrier.clock
         for group in clock.groups_of(lanes):
             seen = state.seen[clock.index * LANES + group.lanes.index]
             known = np.maximum(seen, int(group.views[ORDER, state.local]) - 1)
             if (phase - known >= 3).any():
                 text = f"{barrier.name} has completed phase {phase}; this thread knows of phase {int(known.min())} only: it was lapped"
                 self.sanitizer.report("E-MBAR-LAP", text)
-        state.seen[threads] = phase
-        clock.acquire(lanes, state.complete, scope, relaxed)

@@ -21,15 +21,14 @@ from .packets import pool_counter
 
 
 @cute.jit
-def plan_runs(spec: cutlass.Constexpr[KernelSpec], at: Cta, experts: Uint32, run: Run, scratch: Int64, epoch: Uint32) -> None:
-    """One thread: put the runs after ``run``, the first one, into the queue; the last is empty.
+def plan_runs(spec: cutlass.Constexpr[KernelSpec], at: Cta, experts: Uint32, run: Run, end: Uint32, scratch: Int64, epoch: Uint32) -> None:
+    """One thread: put the runs after ``run``, the first one, into the queue; the last is empty. ``end``: of this CTA's own tiles.
 
     A run is published when the producer has begun the one before it, and a chunk of the pool asked for a run earlier: both are known
     in time, and hardly more than one chunk is held by a CTA that has no time for it.
     """
     plan = spec.work_list
     tiles, pool = experts * Uint32(plan.tiles), common.pool_begin(spec, at, experts)
-    _, end = common.w2_range(spec, at, experts)
     counter = pool_counter(scratch, epoch)
     turn, ticket = Uint32(0), Uint32(0)
     if pool < tiles:

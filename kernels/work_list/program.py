@@ -189,7 +189,7 @@ def list_warp(
     tokens.store_routes(spec, at, logits, ids, weights, scale)
     if ptx.per_lane(at.lane == Uint32(0)):
         packets.sweep(spec, scratch, epoch, at.cta, launched, at.tokens)
-        planner.plan_runs(spec, at, count, run, scratch, epoch)
+        planner.plan_runs(spec, at, count, run, end, scratch, epoch)
     ptx.sync_warp()
 
 
