@@ -123,9 +123,9 @@ def operand_chunks(operand: Operand, first: int, rows: int) -> NDArray[np.int64]
 
 
 @lru_cache(maxsize=4096)
-def operand_granules(a: Operand, b: Operand, first: int, m: int, n: int, granule: int) -> NDArray[np.int64]:
-    """Granules (``granule`` bytes each) of one CTA that a K step reads: rows first .. first+m-1 of A and n rows of B."""
-    chunks = np.concatenate([operand_chunks(a, first, m).ravel(), operand_chunks(b, 0, n).ravel()])
+def operand_granules(parts: tuple[tuple[Operand, int, int], ...], granule: int) -> NDArray[np.int64]:
+    """Granules (``granule`` bytes each) of one CTA that a K step reads; a part is what :func:`operand_chunks` takes."""
+    chunks = np.concatenate([operand_chunks(*part).ravel() for part in parts])
     return (chunks[:, None] // granule + np.arange(16 // granule)).ravel()
 
 

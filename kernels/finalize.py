@@ -46,8 +46,9 @@ def program(spec: FinalizeSpec, out: Any, weights: Any, shared: Any, y: Any, fla
     has_shared = shared != Int64(0)
     has_trigger = (flags & Uint32(FLAG_TRIGGER)) != Uint32(0)
 
-    ptx.grid_dependency_wait()
+    # Before the wait: no CTA ends until the MoE launch has, so a successor that waits for this launch has waited for both.
     ptx.launch_dependents_if(has_trigger)
+    ptx.grid_dependency_wait()
     scale = [ptx.load_global_f32(factors + Int64(k * FP32_BYTES)) for k in range(spec.top_k)]
     routes = [ptx_packed.load_global_b32x4(rows + Int64(k * row_bytes)) for k in range(spec.top_k)]
     last = ptx_packed.load_global_bf16x8_if(has_shared, shared + result_offset)

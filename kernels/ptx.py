@@ -365,11 +365,11 @@ def wgmma_block(accumulator: Sequence[Any], a: Any, b: Any, accumulate: Any) -> 
     return asm(text, constraints, [*accumulator, a, b, accumulate], [Float32] * registers)
 
 
-def wgmma_wait(accumulator: Sequence[Any]) -> tuple[Float32, ...]:
-    """Wait for all committed MMAs; the registers are tied so that no reader moves above the wait."""
+def wgmma_wait(accumulator: Sequence[Any], later: int = 0) -> tuple[Float32, ...]:
+    """Wait for all committed MMAs but the last ``later`` groups; the registers are tied so that no reader moves above the wait."""
     registers = len(accumulator)
     constraints = ",".join(["=f"] * registers + [str(i) for i in range(registers)])
-    return asm("wgmma.wait_group.sync.aligned 0;", constraints, accumulator, [Float32] * registers)
+    return asm(f"wgmma.wait_group.sync.aligned {later};", constraints, accumulator, [Float32] * registers)
 
 
 # ---- tcgen05 (Blackwell) ----

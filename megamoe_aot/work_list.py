@@ -42,10 +42,11 @@ SCALE_SLOTS = 16
 """Units whose block scales are held at once: more than can be between the producer and the last read of their scales."""
 MAX_RING, MIN_RING = 12, 4
 FLIGHTS = {"hopper": (3, 4), "blackwell": (5, 6)}
-"""Stages in flight at most, while tokens * hidden <= FEW and beyond: with more, queues grow and the SMs drift apart (measured, see
+"""Stages in flight at most: the first number while tokens * hidden is small, the second beyond FEW_W1 in the W1 phase and beyond FEW_W2 in
+the W2 phase. With more, queues grow and the SMs drift apart; with fewer, the SMs that stream last leave bandwidth unused (measured, see
 docs/performance.md). The ring is deeper: it fills only while the MMAs are held up. Blackwell's are not measured: as many bytes per SM as
 cover Hopper's latency at a B200's bandwidth, 1.6 times as high per SM."""
-FEW = 8192
+FEW_W1, FEW_W2 = 2 * 7168, 7168
 RUN_SLOTS = 16
 """Runs in the queue: more than can be between the list warp, which is one run ahead of the producer, and the last reader. A run has at
 least one stage, so the ring's MAX_RING runs and two more."""
@@ -128,6 +129,9 @@ class ListPlan:
     """Warps of a CTA."""
     tile_groups: int
     """Hopper's warpgroups that run W2 tiles, in turn: 1, or 2 where the helpers join in."""
+    held: bool
+    """Whether Hopper's MMA warps take a W2 tile's weights into registers before its hidden tile is there. Where a CTA has more tiles than
+    warpgroups even at one token, what the first tile gains is lost at the others, which are there anyway (measured)."""
     hidden_warps: int
     """Warps that make hidden tiles: 4, or 8 where the helpers join in."""
     barriers: dict[str, int]
@@ -191,6 +195,7 @@ class ListPlan:
             slot_bytes=slot,
             warps=(LIST_WARP if spec.engine == "hopper" else ISSUE_WARP) + 1,
             tile_groups=tile_groups(spec, ring),
+            held=tile_groups(spec, ring) == 2 and spec.top_k * spec.hidden // UNIT_ROWS <= 2 * BALANCED_CTAS,
             hidden_warps=hidden_warps(spec),
             barriers=barriers,
             barrier_counts=counts,

@@ -153,8 +153,8 @@ def test_code(spec: FinalizeSpec) -> None:
     assert len(entry.find("ld.global", "v4")) == spec.top_k + 1 and len(entry.find("st.global", "v4")) == 1
     assert not entry.find("bra"), "straight-line code"
     (wait,), (trigger,) = entry.find("griddepcontrol.wait"), entry.find("griddepcontrol.launch_dependents")
-    assert wait.guard is None and trigger.guard is not None and trigger.index == wait.index + 1
-    assert entry.statements[trigger.index + 1].matches("ld.global"), "the addresses are there before the wait"
+    assert wait.guard is None and trigger.guard is not None and wait.index == trigger.index + 1
+    assert entry.statements[wait.index + 1].matches("ld.global"), "the addresses are there before the wait"
 
 
 @pytest.mark.parametrize("spec", [*SMALL, *LARGE], ids=name)
@@ -166,8 +166,7 @@ def test_loads_are_in_flight_together(spec: FinalizeSpec) -> None:
     before = opcodes[wait:first_use]
     assert sum(opcode.startswith("LDG.E.128") for opcode in before) >= min(spec.top_k, 16)
     assert not any(opcode.startswith(("LDG", "STG")) for opcode in opcodes[:wait])
-    first_load = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("LDG"))
-    assert opcodes.count("PREEXIT") == 1 and wait < opcodes.index("PREEXIT") < first_load
+    assert opcodes.count("PREEXIT") == 1 and opcodes.index("PREEXIT") < wait, "the successor may start before this launch's turn"
 
 
 # ---- emulated runs ----

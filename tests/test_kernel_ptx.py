@@ -254,11 +254,17 @@ def test_list_weight_stream(work_list: KernelSpec) -> None:
 
 
 def test_list_mmas(work_list: KernelSpec) -> None:
-    """64 rows x 8 or 16 tokens, four k32 steps per K block; two K blocks per stage and a last single one where their number is odd."""
+    """64 rows x 8 or 16 tokens, four k32 steps per K block; two K blocks per stage and a last single one where their number is odd.
+
+    On Hopper W1's loop has one stage, and so has W2's, but for tiles of up to three stages, whose loop is unrolled.
+    """
     entry, plan = ptx(work_list), work_list.work_list
     if work_list.engine == "hopper":
         mmas = entry.find("wgmma.mma_async", f"m64n{plan.columns}k32", "e4m3")
-        assert len(mmas) == len(entry.find("wgmma.mma_async")) == 8 + 8 * (plan.blocks2 > 1) + 4 * (plan.blocks2 % 2)
+        of_tile = 4 * plan.blocks2 if plan.blocks2 <= 6 else 8 + 4 * (plan.blocks2 % 2)
+        assert len(mmas) == len(entry.find("wgmma.mma_async")) == 8 + of_tile
+        in_registers = sum(s.operands[1].startswith("{") for s in mmas)
+        assert in_registers == len(entry.find("ldmatrix")) == (4 * plan.blocks2 if plan.held else 0)
     else:
         mmas = entry.find("tcgen05.mma", "kind::f8f6f4", "cta_group::1")
         assert len(mmas) == len(entry.find("tcgen05.mma")) and len(mmas) % 4 == 0 and mmas

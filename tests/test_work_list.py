@@ -44,6 +44,12 @@ EIGHT = Case("eight tokens", 8, 8, {"layout": "row_major"}, "async-last")
 POOL = Case("one part, a pool", 1, 6, {"inter": 512, "top_k": 8})
 IDLE = Case("idle CTA", 1, 73, {"inter": 384, "top_k": 6})
 """144 W1 units, two for each of 72 CTAs. Unlike :data:`CASES` emulated without the sanitizer."""
+HOPPER_CASES = (
+    Case("nothing held, two warpgroups", 1, 5, {"hidden": 3072, "top_k": 6, "inter": 384}, "starve-warp"),
+    Case("five blocks, one warpgroup", 2, 4, {"inter": 640}),
+    Case("seven blocks, one after another", 1, 5, {"inter": 896}, "async-last"),
+)
+"""How Hopper's MMA warps run W2 tiles, beside those of :data:`CASES`, which hold them: see ``ListPlan.held`` and ``AHEAD_STAGES``."""
 CASES = (
     ONE,
     EIGHT,
@@ -77,7 +83,8 @@ CASES = (
 @functools.cache
 def codes() -> dict[KernelSpec, str]:
     """The PTX of every case."""
-    wanted = list(dict.fromkeys([*(case.spec(arch).code for arch in ENGINES for case in CASES), IDLE.spec("sm_90a").code]))
+    wanted = list(dict.fromkeys(case.spec(arch).code for arch in ENGINES for case in CASES))
+    wanted += [case.spec("sm_90a").code for case in (*HOPPER_CASES, IDLE)]
     return dict(zip(wanted, compile_kernels(wanted), strict=True))
 
 
@@ -88,7 +95,7 @@ def ptx_of(case: Case, arch: str) -> str:
 @functools.cache
 def emulated(name: str, arch: str) -> tuple[ListCall, Outcome]:
     """The first launch of a case's call."""
-    case = next(case for case in CASES if case.name == name)
+    case = next(case for case in (*CASES, *HOPPER_CASES) if case.name == name)
     call = ListCall(case.spec(arch), case.tokens, case.processors)
     return call, call.emulate(ptx_of(case, arch), policy=case.policy)
 
@@ -114,6 +121,11 @@ def test_agrees_with_the_reference(case: Case, arch: str) -> None:
     call, outcome = emulated(case.name, arch)
     check(call, outcome)
     assert epochs(call) == (0, 1)
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.name)
+def test_hoppers_ways_to_run_a_tile(case: Case) -> None:
+    check(*emulated(case.name, "sm_90a"))
 
 
 @pytest.mark.parametrize("arch", ENGINES)

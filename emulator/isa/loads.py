@@ -13,8 +13,9 @@ from ..decode import DTYPES, NONE, Decoder, Execute, opcode
 from ..memory import POISON, SHARED_START, Allocation, read_span
 from ..parser import Instruction
 from ..sanitizer import taint
-from ..warp import Fragment, Lanes, lanes_of
+from ..warp import FULL, Fragment, Lanes, lanes_of
 from .common import TYPE_WIDTH
+from .warp import whole_warp
 
 Index = NDArray[np.int64]
 
@@ -141,6 +142,37 @@ def _ld_shared(decoder: Decoder, instruction: Instruction) -> Execute:
                 register = access.registers[(granule * cluster.program.granule - first) * 8 // width]
                 taint.mark(fragment.warp, register, 1 << lane, taint.RACE)
         access.write(fragment, readers.index, cluster.shared.views[width][flat[:, None] * 8 // width + each])
+
+    return execute
+
+
+@opcode("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16")
+def _ldmatrix(decoder: Decoder, instruction: Instruction) -> Execute:
+    """Register i of lane l: bytes 4 (l % 4) .. + 3 of the row that lane 8 i + l / 4 points to."""
+    value, address = decoder.expect(2)
+    base, offset = decoder.address(address, 32)
+    registers = [decoder.result(item, 32) for item in decoder.vector(value, 4)]
+    lane = np.arange(32)
+
+    def execute(fragment: Fragment, lanes: Lanes) -> None:
+        warp = fragment.warp
+        cluster = warp.cta.cluster
+        whole_warp(fragment, lanes, aligned=True)
+        addresses = fragment.u[base] + np.uint32(offset & 0xFFFFFFFF)
+        found = own_shared(fragment, lanes, addresses, 16, "ldmatrix")
+        if found is None or found[1] is not lanes or lanes.bits != FULL:
+            for register in registers:
+                fragment.u[register][:] = 0xFFFFFFFF
+            return
+        rows, _ = found
+        cluster.counts.bytes["shared load"] += 512
+        for i, register in enumerate(registers):
+            flat = rows[8 * i + lane // 4] + 4 * (lane % 4)
+            if cluster.sanitizer:
+                at, lane_of = granules(cluster, flat, 4, lane)
+                for _, reader in cluster.sanitizer.shared.generic_read(warp.clock, lanes, at, lane_of):
+                    taint.mark(warp, register, 1 << reader, taint.RACE)
+            fragment.u[register][:] = cluster.shared.views[32][flat // 4]
 
     return execute
 

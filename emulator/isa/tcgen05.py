@@ -214,8 +214,9 @@ def _issue(fragment: Fragment, lane: Lanes, address: int, operands: tuple[mma.Op
     base = cta.rank * cluster.shared.span
     if cluster.sanitizer:
         granule = cluster.program.granule
-        read = mma.operand_granules(*operands, 0, form.m, form.n, granule) + base // granule
-        places = mma.operand_granules(*operands, 0, form.m, form.n, 16) + base // 16
+        parts = (operands[0], 0, form.m), (operands[1], 0, form.n)
+        read = mma.operand_granules(parts, granule) + base // granule
+        places = mma.operand_granules(parts, 16) + base // 16
         spoiled = cluster.sanitizer.shared.mma_read_operand(warp.clock, lane, read, places, form.n, number)
         cluster.sanitizer.tensor(cta.rank).mma(warp.clock, lane, rows, columns, adds, number, hash(chain), spoiled)
     step, name = cluster.scheduler.step, cluster.label(int(chunks[0].min()) // 1024 * 1024 - SHARED_START)

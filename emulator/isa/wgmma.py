@@ -1,5 +1,7 @@
 """Hopper's warpgroup MMA, m64nNk32 e4m3: each warp of the group computes its own 16 rows, asynchronously and in order.
 
+B lies in shared memory, A there or in registers.
+
 PTX leaves the timing between the four warps open, so each runs on its own: only barriers of the kernel tie them together.
 """
 
@@ -15,7 +17,7 @@ from .. import mma
 from ..cluster import Cluster
 from ..decode import Decoder, Execute, Signal, opcode
 from ..memory import SHARED_START
-from ..parser import Instruction
+from ..parser import Instruction, Vector
 from ..sanitizer import taint
 from ..scheduler import AsyncOp
 from ..warp import FULL, Fragment, Lanes, RegisterWait, Warp, pack
@@ -41,8 +43,8 @@ class WarpgroupState:
     """Fragment in wait_group."""
     wanted: int = 0
     """Number of the MMA that it waits for."""
-    log: list[tuple[int, int, int, bool]] = dataclasses.field(default_factory=list)
-    """(instruction, descriptors, scale-d) of every MMA: all warps of the group must agree."""
+    log: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    """(instruction, scale-d, descriptors) of every MMA: all warps of the group must agree."""
 
 
 def state_of(warp: Warp) -> WarpgroupState:
@@ -62,7 +64,10 @@ def _mma(decoder: Decoder, instruction: Instruction) -> Execute:
     d, a, b, scale_d, scale_a, scale_b = decoder.expect(6)
     registers = [decoder.late_result(item, 32) for item in decoder.vector(d, n // 2)]
     decoder.accumulators.update(registers)
-    left, right, accumulate = decoder.source(a, 64), decoder.source(b, 64), decoder.source(scale_d, 1)
+    held = [decoder.source(item, 32) for item in decoder.vector(a, 4)] if isinstance(a, Vector) else []
+    decoder.accumulators.update(held)
+    descriptors = [decoder.source(item, 64) for item in ((b,) if held else (a, b))]
+    accumulate = decoder.source(scale_d, 1)
     if decoder.literal(scale_a) != 1 or decoder.literal(scale_b) != 1:
         decoder.fail("only scale-a = scale-b = 1 is supported")
     here = decoder.here
@@ -72,25 +77,27 @@ def _mma(decoder: Decoder, instruction: Instruction) -> Execute:
         cluster = warp.cta.cluster
         whole_warp(fragment, lanes, aligned=True)
         u = fragment.u
-        words = int(u[left][lanes.first]), int(u[right][lanes.first])
+        words = [int(u[index][lanes.first]) for index in descriptors]
         adds = bool(u[accumulate][lanes.first])
-        for index, word in ((left, words[0]), (right, words[1])):
+        for index, word in zip(descriptors, words, strict=True):
             if (u[index][lanes.index] != np.uint64(word)).any():
                 cluster.report("E-WGMMA", "the lanes of the warp have different descriptors")
         state = state_of(warp)
-        _agree(warp, state, (here, *words, adds))
+        _agree(warp, state, (here, adds, *words))
         _check_registers(warp, registers, adds, lanes)
+        if warp.unfenced.intersection(held):
+            cluster.report("E-WGMMA", "registers of A were written since the last wgmma.fence")
         try:
-            operands = mma.wgmma_operand(words[0]), mma.wgmma_operand(words[1])
+            operands = [mma.wgmma_operand(word) for word in words]
         except mma.DescriptorError as error:
             cluster.report("E-DESC", str(error))
             return
-        _issue(fragment, lanes, state, registers, operands, n, adds)
+        _issue(fragment, lanes, state, registers, held, operands, n, adds)
 
     return execute
 
 
-def _agree(warp: Warp, state: WarpgroupState, entry: tuple[int, int, int, bool]) -> None:
+def _agree(warp: Warp, state: WarpgroupState, entry: tuple[int, ...]) -> None:
     """The k-th MMA must be the same in all warps of the warpgroup."""
     first = warp.index // 4 * 4
     group = warp.cta.warps[first : first + 4]
@@ -117,36 +124,42 @@ def _issue(
     lanes: Lanes,
     state: WarpgroupState,
     registers: list[int],
-    operands: tuple[mma.Operand, mma.Operand],
+    held: list[int],
+    operands: list[mma.Operand],
     n: int,
     adds: bool,
 ) -> None:
+    """``held``: the registers of A; empty where the first of ``operands`` is A's, the last is B's."""
     warp = fragment.warp
     cluster, rank = warp.cta.cluster, warp.cta.rank
     base = rank * cluster.shared.span
     rows = warp.index % 4 * ROWS
-    chunks = mma.operand_chunks(operands[0], rows, ROWS), mma.operand_chunks(operands[1], 0, n)
+    parts = (*((operand, rows, ROWS) for operand in operands[:-1]), (operands[-1], 0, n))
+    chunks = [mma.operand_chunks(*part) for part in parts]
     if any(c.max() + 16 > cluster.shared.end or c.min() < SHARED_START for c in chunks):
         cluster.report("E-DESC", "an operand reaches outside this CTA's shared memory")
         return
     state.issued += 1
     number = state.issued
-    for register in registers:
+    for register in registers + held:
         warp.held[register] = RegisterWait("an MMA", "E-WGMMA", FULL, number)
+    for register in registers:
         warp.defined[register] |= lanes.bits
     if cluster.sanitizer:
         granule = cluster.program.granule
-        read = mma.operand_granules(*operands, rows, ROWS, n, granule) + base // granule
-        places = mma.operand_granules(*operands, rows, ROWS, n, 16) + base // 16
+        read = mma.operand_granules(parts, granule) + base // granule
+        places = mma.operand_granules(parts, 16) + base // 16
         spoiled = cluster.sanitizer.shared.mma_read_operand(warp.clock, lanes, read, places, n, number)
         if spoiled or warp.tainted:
             _spoil(warp, registers, spoiled, adds)
+            _pass_on(warp, held, registers)
     model = cluster.arithmetic.wgmma
     step = cluster.scheduler.step
     name = cluster.label(int(chunks[0].min()) // 1024 * 1024 - SHARED_START)
+    from_registers = [_registers_to_rows(warp, held)] if held else []
 
     def run() -> None:
-        a, b = (mma.gather(cluster.chunks, part + base) for part in chunks)
+        a, b = from_registers + [mma.gather(cluster.chunks, part + base) for part in chunks]
         old = _fragment_to_tile(warp, registers) if adds else None
         _tile_to_fragment(warp, registers, mma.dot(a, b, old, model))
         state.done = number
@@ -165,6 +178,25 @@ def _spoil(warp: Warp, registers: list[int], columns: list[int], adds: bool) -> 
         if not adds:
             taint.clear(warp, register)
         taint.mark(warp, register, pack(np.isin(column, columns)), taint.RACE)
+
+
+def _pass_on(warp: Warp, held: list[int], registers: list[int]) -> None:
+    """Rows of A that prove nothing make such rows of D: a row is spread over the four lanes of a quad."""
+    for number, register in enumerate(held):
+        for kind, lanes in enumerate(warp.tainted.get(register, ())):
+            quads = sum(0xF << lane // 4 * 4 for lane in range(0, 32, 4) if lanes >> lane & 0xF)
+            for d, (row, _) in zip(registers, fragment_positions(len(registers)), strict=True):
+                if row[0] // 8 == number % 2:
+                    taint.mark(warp, d, quads, kind)
+
+
+def _registers_to_rows(warp: Warp, held: list[int]) -> Any:
+    """uint8 [16, 32]: register r of lane l holds bytes 16 (r / 2) + 4 (l % 4) .. + 3 of row l / 4 + 8 (r % 2)."""
+    rows = np.empty((ROWS, mma.STEP), np.uint8)
+    for number, register in enumerate(held):
+        words = warp.u[register].view(np.uint8).reshape(8, 16)
+        rows[8 * (number % 2) : 8 * (number % 2) + 8, 16 * (number // 2) : 16 * (number // 2) + 16] = words
+    return rows
 
 
 def _advance(cluster: Cluster, warp: Warp, state: WarpgroupState) -> None:

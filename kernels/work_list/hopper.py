@@ -6,12 +6,16 @@ block scales, K ascending: a row's sum does not depend on which tokens are in th
 Where a W2 tile has few stages, the two warpgroups take tiles in turn: one stores while the other's MMAs run. Each waits for its own
 tiles' ``full`` only, and a parity wait must not be two phases early. It is not: when a stage is asked for, the one FLIGHTS stages
 before it is full, so a group that has seen its last tile has seen all stages up to FLIGHTS before that tile's end, and the group's next
-stage lies at most a tile more than that behind it: less than a ring.
+stage lies at most a tile more than that behind it: less than a ring. Before their first tile both know that all W1 units' stages were full.
+
+MMAs that read their weights from shared memory are bound by that: 64 rows x 128 bytes take some 128 cycles. Where each group has one
+tile at one token, it takes the tile into registers while it waits for the sums of GEMM1 (``ListPlan.held``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -20,12 +24,22 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from kernels import ptx
 from megamoe_aot.abi import FLAG_GATE_FIRST
 from megamoe_aot.spec import KernelSpec
-from megamoe_aot.work_list import HELPER_WARP, SCALE_SLOTS, STAGE_BYTES, UNIT_ROWS
+from megamoe_aot.work_list import HELPER_WARP, SCALE_SLOTS, STAGE_BYTES, UNIT_ROWS, ListPlan
 
 from . import common, instructions
 from .common import Cta, Ring, barrier
 from .packets import packet_address
 from .producer import scale_shift
+
+AHEAD_STAGES = 3
+"""Stages of a W2 tile up to which its MMAs run ahead of the promotion: that loop is unrolled. In a longer one they follow one another."""
+
+
+class Awaited(NamedTuple):
+    """An mbarrier and the parity to wait for."""
+
+    barrier: Any
+    parity: Any
 
 
 @cute.jit
@@ -74,6 +88,8 @@ def w2_tiles(spec: cutlass.Constexpr[KernelSpec], without: cutlass.Constexpr[fro
     experts = common.expert_count(spec, at.base)
     units = common.unit_count(spec, at, experts)
     group = ptx.select(at.warp < Uint32(4), Uint32(0), Uint32(1))
+    if const_expr(plan.held):
+        ptx.mbarrier_wait(barrier(spec, at.base, "w1"), Uint32(0))  # the second group has seen no stage yet, and no hidden tile tells it
     turn, before = Uint32(0), Uint32(0)  # runs and tiles that came before
     run = common.await_run(spec, at.base, turn)
     while run.count != Uint32(0):
@@ -81,7 +97,9 @@ def w2_tiles(spec: cutlass.Constexpr[KernelSpec], without: cutlass.Constexpr[fro
         buffer = turn & Uint32(1)
         mask = common.load_table(at.base, plan.mask, place)
         expert = common.load_table(at.base, plan.expert, place)
-        ptx.mbarrier_wait(barrier(spec, at.base, "hidden", buffer), (turn >> Uint32(1)) & Uint32(1))
+        hidden = Awaited(barrier(spec, at.base, "hidden", buffer), (turn >> Uint32(1)) & Uint32(1))
+        if const_expr(not plan.held):
+            ptx.mbarrier_wait(*hidden)
         operand = at.base + Uint32(plan.hidden) + buffer * Uint32(plan.blocks2 * plan.columns * 128)
         x_scale = at.base + Uint32(plan.hidden_scale) + buffer * Uint32(4 * plan.blocks2 * plan.columns)
         first = Uint32(0)
@@ -94,10 +112,19 @@ def w2_tiles(spec: cutlass.Constexpr[KernelSpec], without: cutlass.Constexpr[fro
             scales = scale_slot(spec, at.base, units + number)
             if const_expr(plan.blocks2 % 4 != 0):
                 scales = scales + scale_shift(plan, expert, tile)
-            acc, _ = gemm(spec, without, plan.blocks2, at.base, at.lane, operand, scales, x_scale, ring)
+            if const_expr(plan.held):
+                weights = hold_tile(spec, without, at, ring)
+                ptx.mbarrier_wait(*hidden)
+                acc = gemm_ahead(spec, without, at.base, at.lane, operand, scales, x_scale, ring, weights)
+            elif const_expr(plan.stages2 <= AHEAD_STAGES):
+                acc = gemm_ahead(spec, without, at.base, at.lane, operand, scales, x_scale, ring)
+            else:
+                acc, _ = gemm(spec, without, plan.blocks2, at.base, at.lane, operand, scales, x_scale, ring)
             ptx.sync_warp()  # as above; behind the last tile also for the arrival on free
             if const_expr("store" not in without):
                 store_rows(spec, at, out, place, tile * Uint32(UNIT_ROWS) + row, mask, acc)
+        if const_expr(plan.held):
+            ptx.mbarrier_wait(*hidden)  # also a group without a tile in this run: it must not be a run ahead of the other
         ptx.mbarrier_arrive_if(at.lane == Uint32(0), barrier(spec, at.base, "free", buffer))
         turn, before = turn + Uint32(1), before + run.count
         run = common.await_run(spec, at.base, turn)
@@ -149,51 +176,126 @@ def gemm(
     columns = spec.work_list.columns
     acc = [Float32(0.0) for _ in range(columns // 2)]
     for _s in cutlass.range(blocks // 2, unroll=1):
-        acc, ring = gemm_stage(spec, without, 2, base, lane, operand, w_scale, x_scale, acc, ring)
+        stage = start_stage(spec, without, 2, base, lane, operand, w_scale, x_scale, ring)
+        acc = finish_stage(spec, base, lane, stage, acc)
+        ring = common.after(spec, ring)
         operand = operand + Uint32(2 * columns * 128)
         w_scale = w_scale + Uint32(8)
         x_scale = x_scale + Uint32(8 * columns)
     if const_expr(blocks % 2 == 1):
-        acc, ring = gemm_stage(spec, without, 1, base, lane, operand, w_scale, x_scale, acc, ring)
+        stage = start_stage(spec, without, 1, base, lane, operand, w_scale, x_scale, ring)
+        acc = finish_stage(spec, base, lane, stage, acc)
+        ring = common.after(spec, ring)
     return acc, ring
 
 
-@cute.jit
-def gemm_stage(
-    spec: cutlass.Constexpr[KernelSpec],
-    without: cutlass.Constexpr[frozenset[str]],
-    blocks: cutlass.Constexpr[int],
-    base: Uint32,
-    lane: Uint32,
-    operand: Uint32,
-    w_scale: Uint32,
-    x_scale: Uint32,
-    acc: list[Any],
+def gemm_ahead(
+    spec: KernelSpec,
+    without: frozenset[str],
+    base: Any,
+    lane: Any,
+    operand: Any,
+    w_scale: Any,
+    x_scale: Any,
     ring: Ring,
-) -> Any:
-    """One stage: each K block into its own fragment, promoted with its scales."""
+    held: list[list[Any]] | None = None,
+) -> list[Any]:
+    """:func:`gemm` of a W2 tile of few stages, each begun before the one before it is promoted. ``held``: see :func:`hold_tile`."""
+    plan = spec.work_list
+    acc: list[Any] = [Float32(0.0) for _ in range(plan.columns // 2)]
+    stages: list[Stage] = []
+    for s in range(plan.stages2):
+        tile = operand + Uint32(2 * s * plan.columns * 128)
+        scales = w_scale + Uint32(8 * s), x_scale + Uint32(8 * s * plan.columns)
+        weights = held[s] if held is not None else None
+        stages.append(start_stage(spec, without, stage_blocks(plan, s), base, lane, tile, *scales, ring, weights))
+        ring = common.after(spec, ring)
+        if s > 0:
+            acc = finish_stage(spec, base, lane, stages[s - 1], acc, later=1)
+    return finish_stage(spec, base, lane, stages[-1], acc)
+
+
+def stage_blocks(plan: ListPlan, s: int) -> int:
+    """K blocks of a W2 tile's stage ``s``."""
+    return min(2, plan.blocks2 - 2 * s)
+
+
+class Stage(NamedTuple):
+    """A stage whose MMAs have been started."""
+
+    ring: Ring
+    scales: list[Any]
+    """Products of block scales, per K block and group of 8 columns those of this lane's two columns."""
+    fragments: Sequence[Any]
+    """A fragment of columns / 2 registers per K block; empty in a breakdown without MMAs."""
+
+
+def start_stage(
+    spec: KernelSpec,
+    without: frozenset[str],
+    blocks: int,
+    base: Any,
+    lane: Any,
+    operand: Any,
+    w_scale: Any,
+    x_scale: Any,
+    ring: Ring,
+    held: Sequence[Any] | None = None,
+) -> Stage:
+    """Start one stage's MMAs, each K block into its own fragment. ``held``: its weights, where they are in registers."""
     columns = spec.work_list.columns
-    each, groups = columns // 2, columns // 8
-    ptx.mbarrier_wait(barrier(spec, base, "full", ring.stage), ring.parity)
-    if const_expr("mma" not in without):
+    if held is None:
+        ptx.mbarrier_wait(barrier(spec, base, "full", ring.stage), ring.parity)
+    if "mma" in without:
+        return Stage(ring, [], ())
+    if held is None:
         a = ptx.wgmma_descriptor(base + ring.stage * Uint32(STAGE_BYTES))
         fragments = instructions.wgmma_fresh(columns, blocks, a, ptx.wgmma_descriptor(operand))
-        scales = []
-        for block in cutlass.range_constexpr(blocks):
-            w = ptx.load_shared_f32(w_scale + Uint32(4 * block))
-            for group in cutlass.range_constexpr(groups):
-                x = ptx.load_shared_f32x2(x_scale + Uint32(4 * (block * columns + 8 * group)) + (lane & Uint32(3)) * Uint32(8))
-                scales.append((ptx.mul(w, x[0]), ptx.mul(w, x[1])))
-        fragments = ptx.wgmma_wait(fragments)
-        ptx.mbarrier_arrive_if(lane == Uint32(0), barrier(spec, base, "empty", ring.stage))
-        for block in cutlass.range_constexpr(blocks):
-            for group in cutlass.range_constexpr(groups):
-                for i in cutlass.range_constexpr(4):
-                    scale = scales[block * groups + group][i & 1]
-                    acc[4 * group + i] = ptx.fma(fragments[each * block + 4 * group + i], scale, acc[4 * group + i])
     else:
-        ptx.mbarrier_arrive_if(lane == Uint32(0), barrier(spec, base, "empty", ring.stage))
-    return acc, common.after(spec, ring)
+        fragments = instructions.wgmma_held(columns, held, ptx.wgmma_descriptor(operand))
+    scales = []
+    for block in range(blocks):
+        w = ptx.load_shared_f32(w_scale + Uint32(4 * block))
+        for group in range(columns // 8):
+            x = ptx.load_shared_f32x2(x_scale + Uint32(4 * (block * columns + 8 * group)) + (lane & Uint32(3)) * Uint32(8))
+            scales.append((ptx.mul(w, x[0]), ptx.mul(w, x[1])))
+    return Stage(ring, scales, fragments)
+
+
+def finish_stage(spec: KernelSpec, base: Any, lane: Any, stage: Stage, acc: list[Any], later: int = 0) -> list[Any]:
+    """``acc`` with a stage's fragments added, each with its scales; the stage is given back. ``later``: stages started since."""
+    each, groups = spec.work_list.columns // 2, spec.work_list.columns // 8
+    fragments = ptx.wgmma_wait(stage.fragments, later) if stage.fragments else ()
+    ptx.mbarrier_arrive_if(lane == Uint32(0), barrier(spec, base, "empty", stage.ring.stage))
+    acc = list(acc)
+    for number, fragment in enumerate(fragments):
+        block, register = divmod(number, each)
+        scale = stage.scales[block * groups + register // 4][register & 1]
+        acc[register] = ptx.fma(fragment, scale, acc[register])
+    return acc
+
+
+def hold_tile(spec: KernelSpec, without: frozenset[str], at: Cta, ring: Ring) -> list[list[Any]]:
+    """A W2 tile's weights, by stage, in the registers in which wgmma takes A; waits until the tile is there.
+
+    Of the warp's 16 rows and each 32 bytes of K, matrices 0 and 1 are the first 16 bytes of its upper and lower 8 rows, 2 and 3 the others.
+    """
+    plan = spec.work_list
+    row = (at.warp & Uint32(3)) * Uint32(16) + (at.lane & Uint32(15))
+    chunk = (at.lane >> Uint32(4)) ^ (at.lane & Uint32(7))  # 128-byte swizzle: chunk c of row r lies at c ^ r % 8
+    held: list[list[Any]] = []
+    for s in range(plan.stages2):
+        ptx.mbarrier_wait(barrier(spec, at.base, "full", ring.stage), ring.parity)
+        first = at.base + ring.stage * Uint32(STAGE_BYTES) + row * Uint32(128)
+        held.append([])
+        for step in range(4 * stage_blocks(plan, s) if "mma" not in without else 0):
+            place = first + Uint32(8192 * (step // 4)) + (chunk ^ Uint32(2 * (step % 4))) * Uint32(16)
+            held[-1] += instructions.load_matrices(place)
+        ring = common.after(spec, ring)
+    # What comes next in these stages is written by the async proxy; lane 0's arrival on empty tells that every lane has read.
+    ptx.fence_proxy_async()
+    ptx.sync_warp()
+    return held
 
 
 @cute.jit

@@ -32,6 +32,31 @@ def wgmma_fresh(columns: int, blocks: int, a: Any, b: Any) -> tuple[Float32, ...
     return asm(text, constraints, [a, b], [Float32] * (each * blocks))
 
 
+def wgmma_held(columns: int, a: Sequence[Any], b: Any) -> tuple[Float32, ...]:
+    """As :func:`wgmma_fresh`, with A in registers: of each K block four times what :func:`load_matrices` gives, K ascending."""
+    each, blocks = columns // 2, len(a) // 16
+    shape = f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"
+    first, db = each * blocks, each * blocks + len(a)
+    text = "{ .reg .b64 b; wgmma.fence.sync.aligned; "
+    for block in range(blocks):
+        d = ", ".join(f"${each * block + i}" for i in range(each))
+        for step in range(4):
+            held = ", ".join(f"${first + 16 * block + 4 * step + i}" for i in range(4))
+            text += f"add.s64 b, ${db}, {columns * 8 * block + 2 * step}; {shape} {{{d}}}, {{{held}}}, b, {int(step > 0)}, 1, 1; "
+    text += "wgmma.commit_group.sync.aligned; }"
+    constraints = ",".join(["=&f"] * each * blocks + ["r"] * len(a) + ["l"])
+    return asm(text, constraints, [*a, b], [Float32] * (each * blocks))
+
+
+def load_matrices(address: Any) -> tuple[Uint32, ...]:
+    """Whole warp: four matrices of 8 rows of 16 bytes; lane l's ``address``, 16-byte aligned, is that of row l % 8 of matrix l / 8.
+
+    Result i is of matrix i: in lane l bytes 4 (l % 4) to 4 (l % 4) + 3 of row l / 4.
+    """
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return asm(text, "=r,=r,=r,=r,r", [address], [Uint32] * 4)
+
+
 def store_packet_if(condition: Any, address: Any, value: Any, epoch: Any) -> None:
     text = "{ .reg .b64 w; mov.b64 w, {$2, $3}; @$0 st.relaxed.gpu.global.b64 [$1], w; }"
     asm(text, "b,l,f,r", [condition, address, value, epoch])

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from kernels import ptx
 from megamoe_aot.spec import KernelSpec
-from megamoe_aot.work_list import FEW, FLIGHTS, SCALE_SLOTS, STAGE_BYTES, UNIT_ROWS, ListPlan
+from megamoe_aot.work_list import FEW_W1, FEW_W2, FLIGHTS, SCALE_SLOTS, STAGE_BYTES, UNIT_ROWS, ListPlan
 
 from . import common, instructions
 from .common import Cta, Ring, barrier
@@ -109,7 +109,8 @@ def load_stage(
 ) -> Any:
     """Ask for ``blocks`` K blocks from the span's block ``first`` on (``pair``: in one box); with block 0 also for its scales.
 
-    A stage is refilled when ``empty`` says that its MMAs are complete.
+    From stage number ``flight`` on, the oldest stage in flight must be there first: so many are in flight, if it is never changed. A stage
+    is refilled when ``empty`` says that its MMAs are complete.
     """
     if stream.asked >= flight:
         ptx.mbarrier_wait(barrier(spec, base, "full", stream.seen.stage), stream.seen.parity)
@@ -182,7 +183,8 @@ def produce(
     """
     plan = spec.work_list
     few, many = (min(number, plan.ring) for number in FLIGHTS[spec.engine])  # a stage waited for must not be on its next lap
-    flight = ptx.select(at.tokens * Uint32(spec.hidden) <= Uint32(FEW), Uint32(few), Uint32(many))
+    values = at.tokens * Uint32(spec.hidden)
+    flight = ptx.select(values <= Uint32(FEW_W1), Uint32(few), Uint32(many))
     size = common.deal_size(spec, at.tokens)
     deal = common.first_deal(at)
     begun = ptx.select(deal * size < Uint32(spec.top_k * plan.units), Uint32(FIRST), Uint32(0))
@@ -203,6 +205,8 @@ def produce(
             expert = common.load_table(at.base, plan.expert, place)
             stream = load_unit(spec, at.base, w13, w1_span(spec, expert, tile, part, w13_scale, done), Uint32(0), flight, stream)
             done = done + Uint32(1)
+    deeper = (values <= Uint32(FEW_W1)) & (values > Uint32(FEW_W2))  # the next stages are asked for without waiting for one
+    flight = ptx.select(deeper, ptx.select(stream.asked > flight, stream.asked, flight) + Uint32(many - few), flight)
     turn = Uint32(0)
     run = common.await_run(spec, at.base, turn)
     while run.count != Uint32(0):

@@ -19,7 +19,7 @@ Hopper.
 | ids | one arrival per token: its experts are in shared memory | list warp |
 | list | list warp: tables, count and epoch are written | all but the list warp |
 | x[t] | four warps: token t is quantised | reader, MMA warps |
-| w1 | four MMA warps: this CTA's sums are sent, polling may begin | hidden warps |
+| w1 | four MMA warps: this CTA's sums are sent, polling may begin | hidden warps; Hopper: MMA warps that hold weights |
 | run[n] | list warp: slot n of the queue of runs is written | producer, reader, MMA warps, hidden warps |
 | begun | producer: it has begun to ask for a run's boxes | list warp |
 | hidden[b] | four or eight hidden warps: the hidden tile in buffer b is written | reader, MMA warps |
@@ -102,9 +102,10 @@ def program(
         chosen = tokens.choose(spec, without, at, Uint32(WORKERS), Uint32(0), values, biases)
         rank = at.cta * common.deal_size(spec, m) // Uint32(spec.work_list.units)
         expert0 = ptx.shuffle(chosen, ptx.select(rank < Uint32(spec.top_k), rank, Uint32(0)))
-        instructions.cta_barrier_arrive(KNOWN_BARRIER, spec.block_threads)
         if ptx.per_lane(at.lane == Uint32(0)):
             producer.first_stages(spec, at, expert0, w13, w13_scale)
+        ptx.sync_warp()
+        instructions.cta_barrier_arrive(KNOWN_BARRIER, spec.block_threads)
         ptx.sync_warp()
         ptx.cta_barrier(PREPARED_BARRIER, spec.block_threads)
         tokens.publish(spec, at, Uint32(0), chosen)

@@ -136,6 +136,52 @@ def test_edits_are_found(name: str) -> None:
     assert done.ids >= wanted, done.result.report()
 
 
+LOAD_A = """
+    shr.u32 %r60, %r1, 5; shl.b32 %r60, %r60, 4; and.b32 %r61, %r4, 15; add.s32 %r60, %r60, %r61; shl.b32 %r60, %r60, 7;
+    add.s32 %r60, %r60, %r3; shr.u32 %r61, %r4, 4; and.b32 %r62, %r4, 7; xor.b32 %r61, %r61, %r62;
+""" + "".join(
+    f"xor.b32 %r63, %r61, {2 * k}; shl.b32 %r63, %r63, 4; add.s32 %r63, %r63, %r60; "
+    f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{', '.join(f'%r{100 + 4 * k + i}' for i in range(4))}}}, [%r63];\n"
+    for k in range(4)
+)
+"""Lane l points to chunk 2 k + l / 16 of row 16 w + l % 16, so the warp's 16 rows x 32 bytes of K step k come into %r100 + 4 k .. + 3."""
+
+
+def held(body: str = GEMM) -> str:
+    """``body`` with A in registers."""
+    for k, descriptor in enumerate(("%rd15, %rd16", "%rd17, %rd18", "%rd17, %rd18", "%rd17, %rd18")):
+        registers = ", ".join(f"%r{100 + 4 * k + i}" for i in range(4))
+        body = body.replace(f"}}, {descriptor}, ", f"}}, {{{registers}}}, {descriptor.split(', ')[1]}, ", 1)
+    return body.replace("wgmma.fence.sync.aligned;", LOAD_A + "wgmma.fence.sync.aligned;")
+
+
+@pytest.mark.parametrize("policy", ["random", "starve-warp", "async-last"])
+def test_a_in_registers(policy: str) -> None:
+    """The same sums as with A in shared memory, also where A's rows there have changed by then: threads from 16 on last wrote to A."""
+    for body in (held(), held().replace("wgmma.fence", "bar.sync 0; @%p6 st.shared.b32 [%r35], %r1; wgmma.fence", 1)):
+        done = gemm(body, policy=policy)
+        assert not done.ids, done.result.report()
+        np.testing.assert_array_equal(done.out, gemm().out)
+
+
+HELD_EDITS = {
+    "written after the fence": (("wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned; mov.b32 %r105, 0;"), "E-WGMMA"),
+    "written while the MMAs run": (("wgmma.wait_group", "mov.b32 %r105, 0; wgmma.wait_group"), "E-WGMMA"),
+    "read while the MMAs run": (("wgmma.wait_group", "mov.b32 %r110, %r105; wgmma.wait_group"), "E-WGMMA"),
+    "never written": (("{%r104, %r105, %r106, %r107}, [%r63];", "{%r120, %r121, %r122, %r123}, [%r63];"), "E-UNINIT"),
+    "loaded before the barrier": (("bar.sync 0;", ""), "E-RACE"),
+    "address not aligned": (("%r61, 2; shl.b32 %r63, %r63, 4;", "%r61, 2; shl.b32 %r63, %r63, 3;"), "E-SMEM"),
+}
+
+
+@pytest.mark.parametrize("name", HELD_EDITS)
+def test_edits_of_a_in_registers_are_found(name: str) -> None:
+    (old, new), wanted = HELD_EDITS[name]
+    assert old in held(), name
+    done = gemm(held().replace(old, new, 1))
+    assert wanted in done.ids, done.result.report()
+
+
 def test_divergent_lanes_are_missing() -> None:
     """The two halves of a warp issue the same MMA one after another: what a loop unswitched on the lane does."""
     fence = "wgmma.fence.sync.aligned;"
