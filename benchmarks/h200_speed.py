@@ -1,7 +1,7 @@
 """Microseconds per launch on cold weights inside a CUDA graph, beside the cold-stream floor of the same experts.
 
-    python -m benchmarks.h200_speed [--shapes ABCDE] [--tokens 1 2 4 8 16] [--all-entries] [--breakdown] [--replays N]
-                                    [--out FOLDER] [--commit HASH]
+    python -m benchmarks.h200_speed [--shapes ABCDE] [--tokens 1 2 4 8 16] [--layout row_major | --all-entries]
+                                    [--breakdown] [--replays N] [--out FOLDER] [--commit HASH]
 
 Run it from the repository root. Needs 24 GB of GPU memory. Writes ``h200_speed.json`` after every token count, prints a table, exits
 with 1 if a sanity check failed (the figures are still written, with the reasons beside them).
@@ -32,7 +32,7 @@ from megamoe_aot.kernel import Kernel
 from megamoe_aot.layer import Layer
 from megamoe_aot.manifest import Entry, Manifest
 from megamoe_aot.menu import DEEPSEEK_V3, LEAD, QWEN3_30B, QWEN3_235B, QWEN35_35B, TOKEN_COUNTS, specs_of
-from megamoe_aot.spec import KernelSpec
+from megamoe_aot.spec import LAYOUTS, KernelSpec
 
 from . import environment, report
 from .breakdown import BreakdownError, Variants
@@ -130,7 +130,9 @@ def main() -> int:
         "--shapes", default="ABCDE", help="letters of the model shapes: " + ", ".join(f"{v} {k}" for k, v in LETTERS.items())
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKEN_COUNTS))
-    parser.add_argument("--all-entries", action="store_true", help="every layout and logits dtype; else trtllm_gen with BF16 logits only")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="with BF16 logits (default: %(default)s)")
+    which.add_argument("--all-entries", action="store_true", help="every layout and logits dtype")
     parser.add_argument("--breakdown", action="store_true", help="time the kernels of benchmarks/breakdown.py too")
     parser.add_argument("--replays", type=int, default=25, help="timed replays of each graph; the median counts")
     arguments = parser.parse_args()
@@ -144,9 +146,11 @@ def main() -> int:
 def measure(arguments: argparse.Namespace, device: torch.device) -> Results:
     """The whole run. Exits where there is nothing to measure, or no breakdown though one was asked for."""
     manifest = Manifest.load()
-    models = cases(manifest, torch.cuda.get_device_capability(device), arguments.shapes, arguments.all_entries)
+    layouts = LAYOUTS if arguments.all_entries else (arguments.layout,)
+    dtypes = tuple(LOGITS_DTYPES) if arguments.all_entries else ("bf16",)
+    models = cases(manifest, torch.cuda.get_device_capability(device), arguments.shapes, layouts, dtypes)
     if not models:
-        sys.exit(f"{manifest.folder} has nothing of {arguments.shapes} for this GPU")
+        sys.exit(f"{manifest.folder} has nothing of {arguments.shapes} in {' or '.join(layouts)} for this GPU")
     try:
         variants = Variants(manifest) if arguments.breakdown else None
     except BreakdownError as error:
@@ -160,7 +164,13 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> Results:
     return results
 
 
-def cases(manifest: Manifest, capability: tuple[int, int], letters: str, all_entries: bool) -> list[list[Entry]]:
+def cases(
+    manifest: Manifest,
+    capability: tuple[int, int],
+    letters: str,
+    layouts: Sequence[str] = LAYOUTS[:1],
+    dtypes: Sequence[str] = ("bf16",),
+) -> list[list[Entry]]:
     """For each model shape one entry per weight format and logits dtype, the shape's first entry first.
 
     The entries of one format differ in structure and columns; the first stands for all, since load_kernel finds the others.
@@ -170,7 +180,7 @@ def cases(manifest: Manifest, capability: tuple[int, int], letters: str, all_ent
         spec = entry.spec
         if not runs_on(spec.arch, capability) or LETTERS.get(entry.model, "") not in letters:
             continue
-        if all_entries or (spec.layout, spec.logits_dtype) == ("trtllm_gen", "bf16"):
+        if spec.layout in layouts and spec.logits_dtype in dtypes:
             found.setdefault(entry.title, {}).setdefault((spec.layout, spec.w13_order, spec.logits_dtype), entry)
     return [list(members.values()) for _, members in sorted(found.items(), key=lambda item: LETTERS[next(iter(item[1].values())).model])]
 

@@ -51,7 +51,7 @@ from megamoe_aot.finalize import FinalizeSpec
 from megamoe_aot.manifest import Entry, Manifest
 from megamoe_aot.menu import DEEPSEEK_V3, LEAD, MENU, TOKEN_COUNTS, ModelShape, specs_of
 from megamoe_aot.reference import Options, decode_fp8, finalize, moe_reference
-from megamoe_aot.spec import KernelSpec
+from megamoe_aot.spec import LAYOUTS, LOGITS_DTYPES, KernelSpec
 from megamoe_aot.structures import choices
 from megamoe_aot.weights import Packed, to_logical
 from tests import fake_driver
@@ -632,10 +632,10 @@ def made_spec(shape: ModelShape) -> KernelSpec:
 
 
 def speed_results(
-    bench: h200_speed.Bench, tmp_path: Path, all_entries: bool = False, tokens: tuple[int, ...] = (1, 9)
+    bench: h200_speed.Bench, tmp_path: Path, tokens: tuple[int, ...] = (1, 9), **chosen: tuple[str, ...]
 ) -> h200_speed.Results:
     results = h200_speed.Results(tmp_path / "h200_speed.json", {})
-    for members in h200_speed.cases(loader.manifest(), (9, 0), "AB", all_entries):
+    for members in h200_speed.cases(loader.manifest(), (9, 0), "AB", **chosen):
         bench.shape(members, tokens, results)
     return results
 
@@ -672,7 +672,14 @@ def test_the_run_from_its_arguments(machine: HostKernels, tmp_path: Path, monkey
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(environment, "header", lambda device, manifest, commit: {"commit": commit})
     monkeypatch.setattr(h200_speed, "empty_launches", lambda device, replays: {"pdl": 1.0, "no_pdl": 2.0})
-    asked: dict[str, Any] = {"out": tmp_path / "new", "commit": "abc", "shapes": "B", "tokens": [2, 1], "all_entries": False}
+    asked: dict[str, Any] = {
+        "out": tmp_path / "new",
+        "commit": "abc",
+        "shapes": "B",
+        "tokens": [2, 1],
+        "all_entries": False,
+        "layout": "trtllm_gen",
+    }
     asked |= {"breakdown": False, "replays": 3}
     results = h200_speed.measure(argparse.Namespace(**asked), torch.device("cpu"))
     written = json.loads((tmp_path / "new" / "h200_speed.json").read_text())
@@ -710,12 +717,15 @@ def test_speed_launches_are_the_products_own(machine: HostKernels, tmp_path: Pat
 
 def test_all_entries_are_measured_on_request(machine: HostKernels, tmp_path: Path) -> None:
     bench = h200_speed.Bench(torch.device("cpu"), replays=2)
-    results = speed_results(bench, tmp_path, all_entries=True, tokens=(1,))
+    results = speed_results(bench, tmp_path, (1,), layouts=LAYOUTS, dtypes=LOGITS_DTYPES)
     assert [line["problems"] for line in results.rows if line["problems"]] == []
     kinds = {(row["layout"], row["w13_order"], row["logits_dtype"]) for row in results.rows}
+    in_layout = h200_speed.cases(loader.manifest(), (9, 0), "A", ("row_major",))
+    assert {(e.spec.layout, e.spec.w13_order, e.spec.logits_dtype) for e in in_layout[0]} < kinds
+    assert {e.spec.layout for e in in_layout[0]} == {"row_major"}
     assert len(kinds) == 6 and len(results.rows) == 2 * 6 * 4
-    assert [m.model for (m, *_) in h200_speed.cases(loader.manifest(), (9, 0), "B", False)] == [DEEPSEEK_V3.model]
-    assert h200_speed.cases(loader.manifest(), (10, 0), "AB", True) == []
+    assert [m.model for (m, *_) in h200_speed.cases(loader.manifest(), (9, 0), "B")] == [DEEPSEEK_V3.model]
+    assert h200_speed.cases(loader.manifest(), (10, 0), "AB", layouts=LAYOUTS) == []
 
 
 @pytest.mark.parametrize(
