@@ -44,7 +44,7 @@ def _range(values: list[Any]) -> tuple[Any, Any]:
     words = [ptx.bits(v) & Uint32(0x7FFFFFFF) for v in values]
     least, most = words[0], words[0]
     for word in words[1:]:
-        least, most = _min(least, word), ptx.max_u32(most, word)
+        least, most = ptx.min_u32(least, word), ptx.max_u32(most, word)
     return least, most
 
 
@@ -61,7 +61,3 @@ def _refined(numerator: Any, denominator: Any) -> Float32:
 def _approximate_reciprocal(x: Any) -> Float32:
     """Within 1 ulp."""
     return ptx.asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], [Float32], side=False)
-
-
-def _min(a: Any, b: Any) -> Uint32:
-    return ptx.asm("min.u32 $0, $1, $2;", "=r,r,r", [a, b], [Uint32], side=False)

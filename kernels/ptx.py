@@ -21,6 +21,8 @@ from cutlass._mlir.dialects import llvm
 _MEMORY = "~{memory}"
 EVICT_FIRST = 0x12F0000000000000
 """The L2 policy word that createpolicy.fractional.L2::evict_first makes: weights are read once."""
+EVICT_LAST = 0x14F0000000000000
+"""The same of evict_last: for what the next kernel reads, beside a stream of weights."""
 
 
 def asm(text: str, constraints: str, ins: Sequence[Any] = (), outs: Sequence[Any] = (), side: bool = True) -> Any:
@@ -107,6 +109,10 @@ def absolute(a: Any) -> Float32:
 
 def max_u32(a: Any, b: Any) -> Uint32:
     return asm("max.u32 $0, $1, $2;", "=r,r,r", [a, b], [Uint32], side=False)
+
+
+def min_u32(a: Any, b: Any) -> Uint32:
+    return asm("min.u32 $0, $1, $2;", "=r,r,r", [a, b], [Uint32], side=False)
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:

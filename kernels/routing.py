@@ -125,7 +125,7 @@ def two_best(keys: list[Any]) -> tuple[Any, Any]:
     """This lane's two best of one or more keys; the second of one is 0."""
     high, low = keys[0], Uint32(0)
     for key in keys[1:]:
-        high, low = ptx.max_u32(high, key), ptx.max_u32(low, min_u32(high, key))
+        high, low = ptx.max_u32(high, key), ptx.max_u32(low, ptx.min_u32(high, key))
     return high, low
 
 
@@ -144,10 +144,6 @@ def best_groups(spec: KernelSpec, score: Any, group: Any, lanes: int) -> Uint32:
         before = ptx.select(other < group, Uint32(1), Uint32(0))  # an equal score of a lower group is better
         rank = rank + ptx.population(ptx.ballot(ptx.shuffle(score, other) > score - before) & bits_of_group)
     return ptx.ballot(rank < Uint32(spec.top_groups))
-
-
-def min_u32(a: Any, b: Any) -> Uint32:
-    return ptx.asm("min.u32 $0, $1, $2;", "=r,r,r", [a, b], [Uint32], side=False)
 
 
 def keep_if(mask: Any, bit: int, key: Any) -> Uint32:

@@ -8,8 +8,8 @@ tiles' ``full`` only, and a parity wait must not be two phases early. It is not:
 before it is full, so a group that has seen its last tile has seen all stages up to FLIGHTS before that tile's end, and the group's next
 stage lies at most a tile more than that behind it: less than a ring. Before their first tile both know that all W1 units' stages were full.
 
-MMAs that read their weights from shared memory are bound by that: 64 rows x 128 bytes take some 128 cycles. Where each group has one
-tile at one token, it takes the tile into registers while it waits for the sums of GEMM1 (``ListPlan.held``).
+What the MMAs of so few columns take is the time to read their weights from shared memory. Where each group has one tile at one token,
+it takes the tile into registers while it waits for the sums of GEMM1 (``ListPlan.held``).
 """
 
 from __future__ import annotations

@@ -7,10 +7,7 @@ from typing import Any
 
 from cutlass import Float32, Int64, Uint32
 
-from kernels.ptx import asm
-
-EVICT_LAST = 0x14F0000000000000
-"""The L2 policy word that createpolicy.fractional.L2::evict_last makes: for what the next kernel reads, beside a stream of weights."""
+from kernels.ptx import EVICT_LAST, asm
 
 
 def wgmma_fresh(columns: int, blocks: int, a: Any, b: Any) -> tuple[Float32, ...]:
