@@ -107,6 +107,9 @@ class Cluster:
             if barrier.pending != barrier.expected:
                 arrived = f"{barrier.expected - barrier.pending} of {barrier.expected} arrivals in phase {barrier.phase}"
                 self.report("E-MBAR-PARTIAL", f"at the exit of CTA {cta.rank}: {barrier.name} has {arrived}")
+        if unseen := [b.name for b in own if b.landed > b.observed]:
+            text = f"CTA {cta.rank} exits although nobody waited for the bulk copies that complete on {', '.join(unseen)}"
+            self.report("E-COPY-EXIT", f"{text}: they might have landed in another CTA's shared memory")
         if late := [b.name for b in own if b.commits or b.committed > b.observed]:
             text = f"CTA {cta.rank} exits although nobody waited for the last arrivals of tcgen05.commit on {', '.join(late)}"
             self.report("A-COMMIT-EXIT", text)

@@ -31,6 +31,7 @@ CATALOGUE: dict[str, tuple[Severity, str]] = {
     "E-MBAR-LAP": ("error", "the barrier ran ahead of a waiter, or a phase went on before anybody observed the previous one"),
     "E-MBAR-INITFENCE": ("error", "remote or asynchronous use of an mbarrier whose init was not fenced (fence.mbarrier_init)"),
     "E-TX": ("error", "transaction bytes outstanding at exit: expect_tx and delivered bytes differ"),
+    "E-COPY-EXIT": ("error", "a CTA exits although nobody waited for bulk copies into its shared memory: they may land after it"),
     "E-MBAR-PARTIAL": ("error", "a phase has some of its arrivals at exit, so nobody can have waited for it"),
     # execution
     "E-DEADLOCK": ("error", "nothing can run, or the instruction limit is reached"),

@@ -25,6 +25,8 @@ class Mbarrier:
     """(parked fragment, its wait)."""
     observed: int = -1
     """Latest phase of which somebody saw the completion."""
+    landed: int = -1
+    """Latest phase in which bytes of a bulk copy arrived."""
     commits: int = 0
     """tcgen05.commits that have been issued and have not arrived."""
     committed: int = -1

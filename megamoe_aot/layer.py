@@ -173,8 +173,8 @@ class Layer:
             out, ids, weights: as in a call, for a caller that wants them or allocates them itself; else they are temporary.
             x, logits, bias, stream: as in a call.
             pdl: off, no launch starts before its predecessor in the stream has ended.
-            trigger: let the stream's next kernel start while the finalize launch runs. Safe under the same condition as in a call;
-                possible with both structures.
+            trigger: let the stream's next kernel start while these launches run. Safe under the same condition as in a call; possible with
+                both structures.
 
         Raises:
             FinalizeNotLoadedError: the kernel was loaded with ``finalize=False``.

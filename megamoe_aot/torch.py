@@ -125,7 +125,7 @@ class MegaExperts:
         Args:
             x, logits, bias: as in a call.
             shared: BF16 [M, H], added: the shared expert's output; None for none.
-            trigger: let the stream's next kernel start while the finalize launch runs: only if it waits, see :meth:`Layer.forward`.
+            trigger: let the stream's next kernel start while these launches run: only if it waits, see :meth:`Layer.forward`.
 
         Returns:
             BF16 [M, H].

@@ -61,6 +61,7 @@ def issue(fragment: Fragment, lane: Lanes, barrier: Mbarrier, start: int, places
             cluster.sanitizer.shared.landed(touched, barrier.clock.local, barrier.phase + 1)
         cluster.counts.bytes[what] += size
         cluster.timeline.add("load", barrier.cta, "load", step, cluster.scheduler.step, name)
+        barrier.landed = barrier.phase
         barriers.expect(cluster, barrier, -size)
         barriers.complete(cluster, barrier)
 

@@ -131,17 +131,20 @@ def test_bit_instructions(values: list[int], small: bool) -> None:
         assert result.out[32 * i : 32 * i + 32].tolist() == wanted, form
 
 
-def test_wide_products_of_halves() -> None:
+def test_products_of_halves() -> None:
     body = """ld.global.b32 %r10, [%rd4]; mov.b32 {%h1, %h2}, %r10; mul.wide.u16 %r11, %h1, %h2; mul.wide.s16 %r12, %h1, %h2;
     mad.wide.u32 %rd10, %r10, %r10, %rd1; sub.s64 %rd10, %rd10, %rd1; cvt.u32.u64 %r13, %rd10;
-    griddepcontrol.wait; st.global.b32 [%rd3], %r11; st.global.b32 [%rd3+128], %r12; st.global.b32 [%rd3+256], %r13;"""
+    mul.hi.u16 %h3, %h1, %h2; mul.hi.s16 %h4, %h1, %h2; mov.b32 %r14, {%h3, %h4}; mul.hi.u16 %h3, %h1, -21845; mov.b32 %r15, {%h3, %h3};
+    griddepcontrol.wait;""" + " ".join(f"st.global.b32 [%rd3+{128 * i}], %r{11 + i};" for i in range(5))
     data = np.random.default_rng(3).integers(0, 2**32, 32, dtype=np.uint32)
-    out = run(body, data=data, words=96).out.reshape(3, 32)
-    for i, word in enumerate(data.tolist()):
+    done = run(body, data=data, words=160)
+    assert done.result.ok, done.result.report()
+    for word, got in zip(data.tolist(), done.out.reshape(5, 32).T.tolist(), strict=True):
         low, high = word & 0xFFFF, word >> 16
-        signed_product = (low ^ 0x8000) - 0x8000
-        signed_product *= (high ^ 0x8000) - 0x8000
-        assert out[:, i].tolist() == [low * high, signed_product & MASK, word * word & MASK]
+        signed_product = ((low ^ 0x8000) - 0x8000) * ((high ^ 0x8000) - 0x8000)
+        halves = low * high >> 16 | (signed_product >> 16 & 0xFFFF) << 16
+        third = low * 0xAAAB >> 16
+        assert got == [low * high, signed_product & MASK, word * word & MASK, halves, third << 16 | third]
 
 
 COMPARE: dict[str, Callable[[int, int], bool]] = {

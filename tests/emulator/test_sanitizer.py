@@ -245,6 +245,15 @@ CASES = {
     "expected bytes that never come": Case(
         "E-TX", INIT + "@!%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], {};", "0", "16", {}, False
     ),
+    "a bulk copy that nobody waits for": Case(
+        "E-COPY-EXIT",
+        INIT
+        + "@!%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], 128;"
+        + "@!%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd1], 128, [%r20];"
+        + "bar.sync 0;" * 40
+        + "{}",
+        wait("%r20"),
+    ),
     "half a phase": Case(
         "E-MBAR-PARTIAL", INIT.replace("[%r20], 1;", "[%r20], 2;") + "@!%p1 mbarrier.arrive.shared::cta.b64 _, [%r20], {};", "2", "1"
     ),
