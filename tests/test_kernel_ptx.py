@@ -12,6 +12,8 @@ from collections import Counter
 import pytest
 
 from build_kernels import ARTIFACTS
+from emulator import isa
+from emulator.decode import OPCODES
 from kernels.build.constants import immediate, immediates, literal, shared_offsets
 from kernels.build.ptx import Entry, Statement, read_entry
 from kernels.build.sources import source_digest
@@ -270,3 +272,10 @@ def test_list_mmas(work_list: KernelSpec) -> None:
         assert len(mmas) == len(entry.find("tcgen05.mma")) and len(mmas) % 4 == 0 and mmas
         described = {immediate(entry, s.operands[3]) for s in mmas}
         assert described == {(1 << 4) | (plan.columns // 8 << 17) | (64 // 16 << 24)}
+
+
+@pytest.mark.parametrize("spec", ALL_CODES, ids=lambda spec: spec.code_name)
+def test_the_emulator_has_every_instruction(spec: KernelSpec) -> None:
+    """A new one would show only where somebody runs that entry."""
+    assert isa.__all__, "its modules fill the table"
+    assert {s.opcode for s in ptx(spec).statements} <= OPCODES.keys()

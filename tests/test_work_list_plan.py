@@ -208,6 +208,8 @@ def check_bounds(spec: KernelSpec) -> None:
     assert MAX_RING + ACC_BUFFERS <= SCALE_SLOTS and MAX_RING + 2 + ACC_BUFFERS <= RUN_SLOTS
     assert plan.tile_groups == 1 or plan.ring > max(FLIGHTS["hopper"]) + plan.stages2
     assert plan.tile_groups == 1 or (spec.engine == "hopper" and plan.hidden_warps == 4)
+    # A tile in registers: each group has seen all W1 stages before its first one, which lies at most two tiles further on.
+    assert not plan.held or (plan.tile_groups == 2 and plan.ring >= 2 * plan.stages2 and 16 * plan.blocks2 <= 64)
 
 
 @pytest.mark.parametrize("spec", LISTS, ids=lambda spec: spec.name)
@@ -240,3 +242,8 @@ def test_warps_and_arrivals_of_the_menu(spec: KernelSpec) -> None:
 
 def test_every_shape_is_known() -> None:
     assert {(spec.hidden, spec.inter) for spec in LISTS} == set(SHAPES)
+
+
+def test_who_holds_weights_in_registers() -> None:
+    """Of the menu only the shape with one tile for each warpgroup at one token: 8 experts of 32 tiles on 128 CTAs."""
+    assert {(spec.hidden, spec.inter, spec.engine) for spec in LISTS if spec.work_list.held} == {(2048, 512, "hopper")}
