@@ -184,7 +184,7 @@ def _pass_on(warp: Warp, held: list[int], registers: list[int]) -> None:
     """Rows of A that prove nothing make such rows of D: a row is spread over the four lanes of a quad."""
     for number, register in enumerate(held):
         for kind, lanes in enumerate(warp.tainted.get(register, ())):
-            quads = sum(0xF << lane // 4 * 4 for lane in range(0, 32, 4) if lanes >> lane & 0xF)
+            quads = sum(0xF << lane for lane in range(0, 32, 4) if lanes >> lane & 0xF)
             for d, (row, _) in zip(registers, fragment_positions(len(registers)), strict=True):
                 if row[0] // 8 == number % 2:
                     taint.mark(warp, d, quads, kind)

@@ -182,6 +182,14 @@ def test_edits_of_a_in_registers_are_found(name: str) -> None:
     assert wanted in done.ids, done.result.report()
 
 
+def test_rows_of_a_that_race_make_rows_of_d_that_prove_nothing() -> None:
+    """A may be in the making (columnwise memory) while it is loaded; nobody may store what is computed from it."""
+    racing = held().replace(LOAD_A, "@%p6 st.shared.b32 [%r35], %r40;" + LOAD_A)
+    assert gemm(racing.split("st.global", 1)[0], columnwise=(range(B),)).ids == set()
+    done = gemm(racing, columnwise=(range(B),))
+    assert {(f.id, f.where.text.split(".")[0]) for f in done.result.findings} == {("E-RACE", "st")}, done.result.report()
+
+
 def test_divergent_lanes_are_missing() -> None:
     """The two halves of a warp issue the same MMA one after another: what a loop unswitched on the lane does."""
     fence = "wgmma.fence.sync.aligned;"
