@@ -27,7 +27,6 @@ from kernels.build.ptxas_log import read_log
 from megamoe_aot.menu import LEAD, specs_of
 from megamoe_aot.shared_memory import STAGE_BYTES
 from megamoe_aot.spec import KernelSpec
-from megamoe_aot.work_list import HELPER_WARP, ISSUE_WARP, LIST_WARP, PRODUCER_WARP
 from tests.list_call import ListCall
 from verification import results, run
 from verification.disassembly import disassemble
@@ -65,14 +64,9 @@ def chain_of(spec: KernelSpec) -> list[str]:
     return chain
 
 
-def roles_of(spec: KernelSpec) -> dict[str, Sequence[int]]:
+def roles_of(spec: KernelSpec) -> Mapping[str, Sequence[int]]:
     """Role -> its warps."""
-    if spec.structure == "cluster":
-        return {role: tuple(warps) for role, warps in run.ROLES[spec.structure, spec.arch].items()}
-    roles: dict[str, Sequence[int]] = {"MMA": range(4), "hidden": range(4, 8), "producer": (PRODUCER_WARP,), "list": (LIST_WARP,)}
-    if spec.engine == "blackwell":
-        roles["issuer"] = (ISSUE_WARP,)
-    return roles | {"helpers": range(HELPER_WARP, HELPER_WARP + 4)}
+    return run.ROLES[spec.structure, spec.arch]
 
 
 def specs(archs: Sequence[str]) -> list[KernelSpec]:

@@ -154,13 +154,14 @@ def test_the_pool_is_used_and_its_next_counter_is_zero(arch: str) -> None:
     assert taken(call) == [0, 38 + 6]
 
 
-def test_the_pools_counters_take_turns_also_where_epochs_wrap() -> None:
-    calls = [ListCall(POOL.spec("sm_90a"), 1, 6, seed=seed) for seed in (0, 1)]
+@pytest.mark.parametrize("arch", ENGINES)
+def test_the_pools_counters_take_turns_also_where_epochs_wrap(arch: str) -> None:
+    calls = [ListCall(POOL.spec(arch), 1, 6, seed=seed) for seed in (0, 1)]
     scratch = calls[0].scratch
     scratch[4:8].view(np.uint32)[0] = 0xFFFFFFFE
     for call, epoch, counters in zip(calls, (0xFFFFFFFF, 2), ([0, 44], [44, 0]), strict=True):
         call.scratch = scratch
-        check(call, call.emulate(ptx_of(POOL, "sm_90a")))
+        check(call, call.emulate(ptx_of(POOL, arch)))
         assert epochs(call) == (0, epoch) and taken(call) == counters
 
 

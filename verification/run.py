@@ -47,6 +47,7 @@ from .list_call import ListCall
 from .problem import EmulatedCall, Outcome
 
 _LIST_ROLES = {
+    "MMA": (0, 1, 2, 3),
     "hidden": (4, 5, 6, 7),
     "helpers": tuple(range(HELPER_WARP, HELPER_WARP + 4)),
     "producer": (PRODUCER_WARP,),
@@ -55,8 +56,8 @@ _LIST_ROLES = {
 ROLES = {
     ("cluster", "sm_90a"): {"consumers": (0, 1, 2, 3), "producer": (4,)},
     ("cluster", "sm_100f"): {"producer": (0,), "MMA": (1,), "consumers": (2, 3, 4, 5)},
-    ("list", "sm_90a"): {"MMA": (0, 1, 2, 3), **_LIST_ROLES},
-    ("list", "sm_100f"): {"sums": (0, 1, 2, 3), **_LIST_ROLES, "MMA": (ISSUE_WARP,)},
+    ("list", "sm_90a"): _LIST_ROLES,
+    ("list", "sm_100f"): {**_LIST_ROLES, "issuer": (ISSUE_WARP,)},
 }
 """Warp indices of each role, by (structure, arch)."""
 
