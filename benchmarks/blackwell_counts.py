@@ -64,11 +64,6 @@ def chain_of(spec: KernelSpec) -> list[str]:
     return chain
 
 
-def roles_of(spec: KernelSpec) -> Mapping[str, Sequence[int]]:
-    """Role -> its warps."""
-    return run.ROLES[spec.structure, spec.arch]
-
-
 def specs(archs: Sequence[str]) -> list[KernelSpec]:
     """The lead model's kernels that serve one token, in trtllm_gen layout with BF16 logits."""
     of_format = [s for s in specs_of(LEAD, archs) if (s.layout, s.logits_dtype) == ("trtllm_gen", "bf16")]
@@ -143,7 +138,7 @@ def row_of(spec: KernelSpec) -> dict[str, Any]:
     ctas = len(first.executed) if spec.structure == "cluster" else PROCESSORS[spec.arch]
     per_role = {
         role: round(sum(result.counts.instructions[warp].total() for warp in warps) / len(warps) / ctas)
-        for role, warps in roles_of(spec).items()
+        for role, warps in run.ROLES[spec.structure, spec.arch].items()
     }
     boxes = most_boxes(result)
     return {

@@ -129,9 +129,6 @@ class ListPlan:
     """Warps of a CTA."""
     tile_groups: int
     """Hopper's warpgroups that run W2 tiles, in turn: 1, or 2 where the helpers join in."""
-    held: bool
-    """Whether Hopper's MMA warps take a W2 tile's weights into registers before its hidden tile is there. Where a CTA has more tiles than
-    warpgroups even at one token, what the first tile gains is lost at the others, which are there anyway (measured)."""
     hidden_warps: int
     """Warps that make hidden tiles: 4, or 8 where the helpers join in."""
     barriers: dict[str, int]
@@ -195,7 +192,6 @@ class ListPlan:
             slot_bytes=slot,
             warps=(LIST_WARP if spec.engine == "hopper" else ISSUE_WARP) + 1,
             tile_groups=tile_groups(spec, ring),
-            held=tile_groups(spec, ring) == 2 and spec.top_k * spec.hidden // UNIT_ROWS <= 2 * BALANCED_CTAS,
             hidden_warps=hidden_warps(spec),
             barriers=barriers,
             barrier_counts=counts,
@@ -228,6 +224,14 @@ class ListPlan:
     def pool_chunk(self) -> int:
         """W2 tiles that a CTA takes from the pool at a time: a few stages, for a hidden tile is made for each. Divides ``tiles``."""
         return -(-4 // self.stages2)
+
+    @property
+    def held(self) -> bool:
+        """Whether Hopper's MMA warps take a W2 tile's weights into registers before its hidden tile is there.
+
+        Where a CTA has more tiles than warpgroups even at one token, what the first tile gains is lost at the others (measured).
+        """
+        return self.tile_groups == 2 and self.top_k * self.tiles <= 2 * BALANCED_CTAS
 
     @property
     def stages2(self) -> int:

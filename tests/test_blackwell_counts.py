@@ -7,13 +7,14 @@ from emulator import Result
 from emulator.report import Counts, Timeline
 from megamoe_aot.menu import menu_specs
 from megamoe_aot.spec import ARCHS
+from verification import run
 
 
 def test_chains_and_roles_fit_every_kernel() -> None:
     """Chains name barriers that exist (asserted inside); every warp has one role."""
     for _, spec in menu_specs():
         assert blackwell_counts.chain_of(spec)
-        warps = [warp for role in blackwell_counts.roles_of(spec).values() for warp in role]
+        warps = [warp for role in run.ROLES[spec.structure, spec.arch].values() for warp in role]
         assert sorted(warps) == list(range(spec.block_threads // 32))
 
 

@@ -92,10 +92,7 @@ for _type in ("b16", "b32", "b64"):
 _unary("not.pred", np.logical_not)
 
 
-@opcode(
-    *[f"{name}.{kind}" for name in ("mul.wide", "mad.wide") for kind in ("u16", "s16", "u32", "s32")],
-    *[f"mul.hi.{kind}" for kind in ("u16", "s16", "u32", "s32")],
-)
+@opcode(*[f"{name}.{kind}" for name in ("mul.wide", "mad.wide", "mul.hi") for kind in ("u16", "s16", "u32", "s32")])
 def _wide(decoder: Decoder, instruction: Instruction) -> Execute:
     kind = instruction.opcode.split(".")[-1]
     width, signed, high = TYPE_WIDTH[kind], kind[0] == "s", ".hi." in instruction.opcode

@@ -202,7 +202,8 @@ def _issue(fragment: Fragment, lane: Lanes, address: int, operands: tuple[mma.Op
     if not cta.tmem.allocated(column, form.n):
         cluster.report("E-T5-ALLOC", f"the MMA writes columns {column} to {column + form.n - 1}; allocated are {cta.tmem.allocations}")
         return
-    chunks = mma.operand_chunks(operands[0], 0, form.m), mma.operand_chunks(operands[1], 0, form.n)
+    parts = (operands[0], 0, form.m), (operands[1], 0, form.n)
+    chunks = [mma.operand_chunks(*part) for part in parts]
     if any(c.max() + 16 > cluster.shared.end or c.min() < SHARED_START for c in chunks):
         cluster.report("E-DESC", "an operand reaches outside this CTA's shared memory")
         return
@@ -214,7 +215,6 @@ def _issue(fragment: Fragment, lane: Lanes, address: int, operands: tuple[mma.Op
     base = cta.rank * cluster.shared.span
     if cluster.sanitizer:
         granule = cluster.program.granule
-        parts = (operands[0], 0, form.m), (operands[1], 0, form.n)
         read = mma.operand_granules(parts, granule) + base // granule
         places = mma.operand_granules(parts, 16) + base // 16
         spoiled = cluster.sanitizer.shared.mma_read_operand(warp.clock, lane, read, places, form.n, number)

@@ -35,13 +35,6 @@ AHEAD_STAGES = 3
 """Stages of a W2 tile up to which its MMAs run ahead of the promotion: that loop is unrolled. In a longer one they follow one another."""
 
 
-class Awaited(NamedTuple):
-    """An mbarrier and the parity to wait for."""
-
-    barrier: Any
-    parity: Any
-
-
 @cute.jit
 def w1_units(
     spec: cutlass.Constexpr[KernelSpec], without: cutlass.Constexpr[frozenset[str]], at: Cta, scratch: Int64, flags: Uint32
@@ -62,7 +55,8 @@ def w1_units(
             block = (first_part + Uint32(p)) * Uint32(plan.unit_blocks)
             operand = at.base + Uint32(plan.x_tile) + block * Uint32(plan.columns * 128)
             x_scale = at.base + Uint32(plan.x_scale) + block * Uint32(plan.columns * 4)
-            acc, ring = gemm(spec, without, plan.unit_blocks, at.base, at.lane, operand, scale_slot(spec, at.base, done), x_scale, ring)
+            operands = Operands(operand, scale_slot(spec, at.base, done), x_scale)
+            acc, ring = gemm(spec, without, plan.unit_blocks, at.base, at.lane, operands, ring)
             ptx.sync_warp()  # all lanes have read the unit's scales: their slot is refilled sixteen units later
             done = done + Uint32(1)
             sums = add_part(Uint32(p), sums, acc)
@@ -97,7 +91,7 @@ def w2_tiles(spec: cutlass.Constexpr[KernelSpec], without: cutlass.Constexpr[fro
         buffer = turn & Uint32(1)
         mask = common.load_table(at.base, plan.mask, place)
         expert = common.load_table(at.base, plan.expert, place)
-        hidden = Awaited(barrier(spec, at.base, "hidden", buffer), (turn >> Uint32(1)) & Uint32(1))
+        hidden = barrier(spec, at.base, "hidden", buffer), (turn >> Uint32(1)) & Uint32(1)
         if const_expr(not plan.held):
             ptx.mbarrier_wait(*hidden)
         operand = at.base + Uint32(plan.hidden) + buffer * Uint32(plan.blocks2 * plan.columns * 128)
@@ -112,14 +106,15 @@ def w2_tiles(spec: cutlass.Constexpr[KernelSpec], without: cutlass.Constexpr[fro
             scales = scale_slot(spec, at.base, units + number)
             if const_expr(plan.blocks2 % 4 != 0):
                 scales = scales + scale_shift(plan, expert, tile)
+            operands = Operands(operand, scales, x_scale)
+            weights = None
             if const_expr(plan.held):
                 weights = hold_tile(spec, without, at, ring)
                 ptx.mbarrier_wait(*hidden)
-                acc = gemm_ahead(spec, without, at.base, at.lane, operand, scales, x_scale, ring, weights)
-            elif const_expr(plan.stages2 <= AHEAD_STAGES):
-                acc = gemm_ahead(spec, without, at.base, at.lane, operand, scales, x_scale, ring)
+            if const_expr(plan.stages2 <= AHEAD_STAGES):
+                acc = gemm_ahead(spec, without, at.base, at.lane, operands, ring, weights)
             else:
-                acc, _ = gemm(spec, without, plan.blocks2, at.base, at.lane, operand, scales, x_scale, ring)
+                acc, _ = gemm(spec, without, plan.blocks2, at.base, at.lane, operands, ring)
             ptx.sync_warp()  # as above; behind the last tile also for the arrival on free
             if const_expr("store" not in without):
                 store_rows(spec, at, out, place, tile * Uint32(UNIT_ROWS) + row, mask, acc)
@@ -160,6 +155,22 @@ def logical_row(spec: KernelSpec, tile: Any, flags: Any) -> Any:
     return ptx.select((flags & Uint32(FLAG_GATE_FIRST)) != Uint32(0), swapped, row)
 
 
+class Operands(NamedTuple):
+    """What a stage's weights are multiplied by."""
+
+    tokens: Any
+    """Shared address of the FP8 tokens of its first K block."""
+    w_scale: Any
+    """Of that block's weight scale."""
+    x_scale: Any
+    """Of that block's token scales."""
+
+
+def after_stage(plan: ListPlan, at: Operands) -> Operands:
+    """Two K blocks further on."""
+    return Operands(at.tokens + Uint32(2 * plan.columns * 128), at.w_scale + Uint32(8), at.x_scale + Uint32(8 * plan.columns))
+
+
 @cute.jit
 def gemm(
     spec: cutlass.Constexpr[KernelSpec],
@@ -167,52 +178,37 @@ def gemm(
     blocks: cutlass.Constexpr[int],
     base: Uint32,
     lane: Uint32,
-    operand: Uint32,
-    w_scale: Uint32,
-    x_scale: Uint32,
+    operands: Operands,
     ring: Ring,
 ) -> Any:
     """64 rows x all tokens: acc[4 g + 2 h + i] is row l // 4 + 8 h of the warp's 16, token 2 (l % 4) + i + 8 g."""
-    columns = spec.work_list.columns
-    acc = [Float32(0.0) for _ in range(columns // 2)]
+    plan = spec.work_list
+    acc = [Float32(0.0) for _ in range(plan.columns // 2)]
     for _s in cutlass.range(blocks // 2, unroll=1):
-        stage = start_stage(spec, without, 2, base, lane, operand, w_scale, x_scale, ring)
-        acc = finish_stage(spec, base, lane, stage, acc)
+        acc = finish_stage(spec, base, lane, start_stage(spec, without, 2, base, lane, operands, ring), acc)
         ring = common.after(spec, ring)
-        operand = operand + Uint32(2 * columns * 128)
-        w_scale = w_scale + Uint32(8)
-        x_scale = x_scale + Uint32(8 * columns)
+        operands = after_stage(plan, operands)
     if const_expr(blocks % 2 == 1):
-        stage = start_stage(spec, without, 1, base, lane, operand, w_scale, x_scale, ring)
-        acc = finish_stage(spec, base, lane, stage, acc)
+        acc = finish_stage(spec, base, lane, start_stage(spec, without, 1, base, lane, operands, ring), acc)
         ring = common.after(spec, ring)
     return acc, ring
 
 
 def gemm_ahead(
-    spec: KernelSpec,
-    without: frozenset[str],
-    base: Any,
-    lane: Any,
-    operand: Any,
-    w_scale: Any,
-    x_scale: Any,
-    ring: Ring,
-    held: list[list[Any]] | None = None,
+    spec: KernelSpec, without: frozenset[str], base: Any, lane: Any, operands: Operands, ring: Ring, held: list[list[Any]] | None
 ) -> list[Any]:
     """:func:`gemm` of a W2 tile of few stages, each begun before the one before it is promoted. ``held``: see :func:`hold_tile`."""
     plan = spec.work_list
     acc: list[Any] = [Float32(0.0) for _ in range(plan.columns // 2)]
-    stages: list[Stage] = []
+    before: Stage | None = None
     for s in range(plan.stages2):
-        tile = operand + Uint32(2 * s * plan.columns * 128)
-        scales = w_scale + Uint32(8 * s), x_scale + Uint32(8 * s * plan.columns)
-        weights = held[s] if held is not None else None
-        stages.append(start_stage(spec, without, stage_blocks(plan, s), base, lane, tile, *scales, ring, weights))
+        stage = start_stage(spec, without, stage_blocks(plan, s), base, lane, operands, ring, held[s] if held is not None else None)
         ring = common.after(spec, ring)
-        if s > 0:
-            acc = finish_stage(spec, base, lane, stages[s - 1], acc, later=1)
-    return finish_stage(spec, base, lane, stages[-1], acc)
+        operands = after_stage(plan, operands)
+        if before is not None:
+            acc = finish_stage(spec, base, lane, before, acc, later=1)
+        before = stage
+    return finish_stage(spec, base, lane, stage, acc)
 
 
 def stage_blocks(plan: ListPlan, s: int) -> int:
@@ -236,9 +232,7 @@ def start_stage(
     blocks: int,
     base: Any,
     lane: Any,
-    operand: Any,
-    w_scale: Any,
-    x_scale: Any,
+    operands: Operands,
     ring: Ring,
     held: Sequence[Any] | None = None,
 ) -> Stage:
@@ -248,16 +242,13 @@ def start_stage(
         ptx.mbarrier_wait(barrier(spec, base, "full", ring.stage), ring.parity)
     if "mma" in without:
         return Stage(ring, [], ())
-    if held is None:
-        a = ptx.wgmma_descriptor(base + ring.stage * Uint32(STAGE_BYTES))
-        fragments = instructions.wgmma_fresh(columns, blocks, a, ptx.wgmma_descriptor(operand))
-    else:
-        fragments = instructions.wgmma_held(columns, held, ptx.wgmma_descriptor(operand))
+    weights = ptx.wgmma_descriptor(base + ring.stage * Uint32(STAGE_BYTES)) if held is None else held
+    fragments = instructions.wgmma_fresh(columns, blocks, weights, ptx.wgmma_descriptor(operands.tokens))
     scales = []
     for block in range(blocks):
-        w = ptx.load_shared_f32(w_scale + Uint32(4 * block))
+        w = ptx.load_shared_f32(operands.w_scale + Uint32(4 * block))
         for group in range(columns // 8):
-            x = ptx.load_shared_f32x2(x_scale + Uint32(4 * (block * columns + 8 * group)) + (lane & Uint32(3)) * Uint32(8))
+            x = ptx.load_shared_f32x2(operands.x_scale + Uint32(4 * (block * columns + 8 * group)) + (lane & Uint32(3)) * Uint32(8))
             scales.append((ptx.mul(w, x[0]), ptx.mul(w, x[1])))
     return Stage(ring, scales, fragments)
 

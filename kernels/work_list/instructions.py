@@ -13,36 +13,27 @@ from kernels.ptx import EVICT_LAST, asm
 def wgmma_fresh(columns: int, blocks: int, a: Any, b: Any) -> tuple[Float32, ...]:
     """``blocks`` 128-deep K blocks of 64 rows, each into its own fresh fragment of columns / 2 registers; committed.
 
-    A's blocks lie 8192 bytes apart, B's ``columns`` rows of 128 bytes.
+    ``a``: a descriptor, A's blocks lie 8192 bytes apart; or A in registers, of each block four times what :func:`load_matrices` gives, K
+    ascending. ``b``: a descriptor, B's blocks are ``columns`` rows of 128 bytes.
     """
     each = columns // 2
+    held = list(a) if isinstance(a, Sequence) else []
     shape = f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"
-    da, db = each * blocks, each * blocks + 1
+    first = each * blocks
+    db = first + (len(held) or 1)
     text = "{ .reg .b64 a, b; wgmma.fence.sync.aligned; "
     for block in range(blocks):
         d = ", ".join(f"${each * block + i}" for i in range(each))
         for step in range(4):
-            text += f"add.s64 a, ${da}, {512 * block + 2 * step}; add.s64 b, ${db}, {columns * 8 * block + 2 * step}; "
-            text += f"{shape} {{{d}}}, a, b, {int(step > 0)}, 1, 1; "
+            rows = "a"
+            if held:
+                rows = "{" + ", ".join(f"${first + 16 * block + 4 * step + i}" for i in range(4)) + "}"
+            else:
+                text += f"add.s64 a, ${first}, {512 * block + 2 * step}; "
+            text += f"add.s64 b, ${db}, {columns * 8 * block + 2 * step}; {shape} {{{d}}}, {rows}, b, {int(step > 0)}, 1, 1; "
     text += "wgmma.commit_group.sync.aligned; }"
-    constraints = ",".join(["=&f"] * each * blocks + ["l", "l"])
-    return asm(text, constraints, [a, b], [Float32] * (each * blocks))
-
-
-def wgmma_held(columns: int, a: Sequence[Any], b: Any) -> tuple[Float32, ...]:
-    """As :func:`wgmma_fresh`, with A in registers: of each K block four times what :func:`load_matrices` gives, K ascending."""
-    each, blocks = columns // 2, len(a) // 16
-    shape = f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"
-    first, db = each * blocks, each * blocks + len(a)
-    text = "{ .reg .b64 b; wgmma.fence.sync.aligned; "
-    for block in range(blocks):
-        d = ", ".join(f"${each * block + i}" for i in range(each))
-        for step in range(4):
-            held = ", ".join(f"${first + 16 * block + 4 * step + i}" for i in range(4))
-            text += f"add.s64 b, ${db}, {columns * 8 * block + 2 * step}; {shape} {{{d}}}, {{{held}}}, b, {int(step > 0)}, 1, 1; "
-    text += "wgmma.commit_group.sync.aligned; }"
-    constraints = ",".join(["=&f"] * each * blocks + ["r"] * len(a) + ["l"])
-    return asm(text, constraints, [*a, b], [Float32] * (each * blocks))
+    constraints = ",".join(["=&f"] * each * blocks + (["r"] * len(held) or ["l"]) + ["l"])
+    return asm(text, constraints, [*(held or [a]), b], [Float32] * (each * blocks))
 
 
 def load_matrices(address: Any) -> tuple[Uint32, ...]:

@@ -27,7 +27,7 @@ Hopper.
 | scales[n] | Blackwell: producer's expect_tx + block scales of slot n | MMA warps |
 | acc[a] | Blackwell: commit of the MMAs into accumulator buffer a | MMA warps |
 | drained[a] | Blackwell: four MMA warps, accumulator buffer a has been read | issuing thread |
-| named 1 | producer arrives: the first full barriers (and scales[0]) are initialised, its experts are known | all others |
+| named 1 | producer arrives: the first full barriers (and scales[0]) are initialised, its first boxes are asked for | all others |
 | named 2 | all others arrive: their barriers are initialised, operands and tables zeroed | producer |
 """
 
@@ -122,7 +122,7 @@ def program(
         prepare(spec, at, thread)
         instructions.cta_barrier_arrive(PREPARED_BARRIER, spec.block_threads)
         ptx.grid_dependency_wait()
-        # All of these hold still until the producer knows its experts: a start of all warps at once slows its routing down.
+        # All of these hold still until the producer has asked for its first boxes: a start of all warps at once slows it down.
         if at.warp < Uint32(4):
             words = tokens.load_share(spec, x, Uint32(0), at.warp, at.lane)
             ptx.cta_barrier(KNOWN_BARRIER, spec.block_threads)
